@@ -1,0 +1,174 @@
+"""The nouns of the engine: everything that one round hands to the next, declared once.
+
+Knows nothing of models, proposers or trainers, and imports nothing of specroll.
+
+Shape legend, used as suffixes everywhere in the package:
+    S  running sequences            N  packed tree tokens of one round (roots included)
+    V  vocabulary                   H  hidden width
+    K  horizons (heads)             C  candidates (of a horizon, or kept by truncation)
+    T  tokens of one sequence       D  depth of a tree
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+FinishReason = Literal["eos", "stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The law that tokens are drawn from, in transformers' order: temperature, top-k, top-p, min-p.
+
+    `temperature=0` is greedy. `top_k=0`, `top_p=1` and `min_p=0` switch a truncation off.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be finite and >= 0 (0 = greedy), got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0 (0 = off), got {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1] (1 = off), got {self.top_p}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1] (0 = off), got {self.min_p}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One response to sample. `sample` names its noise: unique over prompts, group members, steps and ranks."""
+
+    prompt_ids: tuple[int, ...]
+    sample: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What a request became. The lists run over the emitted tokens, an EOS included as the last one.
+
+    `logp_raw` is log p at temperature 1 without truncation; `logp` is of the processed law that was sampled from;
+    `kept_mass` is the probability that truncation kept (at the given temperature), so the three let a trainer use
+    either convention.
+    """
+
+    sample: int
+    token_ids: list[int]
+    logp_raw: list[float]
+    logp: list[float]
+    kept_mass: list[float]
+    finish_reason: FinishReason
+    policy_version: int
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """One draw of the target's law per packed row, by `sampling.draw`."""
+
+    token_N: Tensor  # int64
+    logp_raw_N: Tensor  # float32
+    logp_N: Tensor  # float32
+    kept_mass_N: Tensor  # float32
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a proposer may look at: per running sequence, the state that drew its root, and the root itself."""
+
+    hidden_SH: Tensor  # the target's last hidden state (what lm_head sees) at the position before the root
+    root_S: Tensor  # int64, drawn but not yet run through the target
+    sample_S: Tensor  # int64
+    position_S: Tensor  # int64, the root's position in its sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Candidates per horizon: `token_SKC[s, k]` may follow the root of `s` at distance k + 1, best first.
+
+    `score_SKC` is the unnormalised log-score that ranked them (log q, plus the noise where it is used);
+    `hit_SKC` the calibrated probability that the target draws the candidate, given that its path was right.
+    """
+
+    token_SKC: Tensor
+    score_SKC: Tensor
+    hit_SKC: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Packed trees of all running sequences, sorted by sequence; row 0 of each sequence is its root.
+
+    `parent_N` indexes the packed rows (a root is its own parent); `slot_N` counts rows inside a sequence from 0;
+    `rank_N` is the candidate's rank within its horizon (0 for roots).
+    """
+
+    token_N: Tensor
+    parent_N: Tensor
+    depth_N: Tensor
+    sequence_N: Tensor
+    slot_N: Tensor
+    rank_N: Tensor
+    size: int  # rows per sequence, root included: every sequence of one round has the same
+    max_depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The target's own draw at every node, and which nodes lie on the path that those draws follow."""
+
+    draws: Draws
+    accepted_N: Tensor  # bool, roots always
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """One forward pass of the target over packed rows."""
+
+    logits_NV: Tensor
+    hidden_NH: Tensor
+
+
+@dataclass(slots=True)
+class RoundStats:
+    """One round. Times in seconds by stage; `accepted_by_depth[d]` counts sequences whose path reached depth d + 1."""
+
+    running: int
+    proposed: int = 0
+    emitted: int = 0
+    accepted_by_depth: list[int] = field(default_factory=list)
+    proposed_by_depth: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Target(Protocol):
+    """The policy, seen by the engine."""
+
+    vocab_size: int
+    hidden_size: int
+
+    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> TargetOutput: ...
+
+    def forward_tree(self, tree: Tree, length_S: Tensor) -> TargetOutput: ...
+
+
+class Proposer(Protocol):
+    """Two verbs: propose, then be told what happened. A proposer can make a rollout slow, never wrong."""
+
+    name: str
+    version: int
+    horizons: int
+
+    def propose(self, features: Features) -> Draft: ...
+
+    def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None: ...
