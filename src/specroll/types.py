@@ -73,6 +73,20 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Trajectory:
+    """What one finished response teaches a proposer. Index i is the i-th emitted token; all tensors on the CPU.
+
+    `hidden_TH[i]` drew `token_T[i]` from the law whose likeliest candidates are `top_token_TC[i]` with processed
+    log-probabilities `top_logp_TC[i]` (-inf pads). So horizon k learns (hidden[i], token[i]) -> law at i + k.
+    """
+
+    hidden_TH: Tensor  # the policy's dtype
+    token_T: Tensor  # int64
+    top_token_TC: Tensor  # int64
+    top_logp_TC: Tensor  # float32
+
+
+@dataclass(frozen=True, slots=True)
 class Draws:
     """One draw of the target's law per packed row, by `sampling.draw`."""
 
@@ -90,6 +104,7 @@ class Features:
     root_S: Tensor  # int64, drawn but not yet run through the target
     sample_S: Tensor  # int64
     position_S: Tensor  # int64, the root's position in its sequence
+    sampling: SamplingParams  # the law of this rollout: its seed and temperature serve noise-ranked proposals
 
 
 @dataclass(frozen=True, slots=True)
