@@ -1,0 +1,21 @@
+"""Who may attend to whom inside a tree."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specroll.types import Tree
+
+
+def ancestors(tree: Tree) -> Tensor:
+    """Bool [S, n, n], n = tree.size: entry [s, i, j] says that row j of sequence s is row i itself or an ancestor of it.
+
+    Pointer jumping: each step doubles the stretch of ancestors that a row knows, so a tree of depth d takes log2(d) steps.
+    """
+    mask_Nn = torch.eye(tree.size, dtype=torch.bool, device=tree.parent_N.device)[tree.slot_N]
+    jump_N = tree.parent_N
+    for _ in range(tree.max_depth.bit_length()):
+        mask_Nn = mask_Nn | mask_Nn[jump_N]
+        jump_N = jump_N[jump_N]
+    return mask_Nn.view(-1, tree.size, tree.size)

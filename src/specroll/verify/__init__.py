@@ -1,0 +1,5 @@
+"""Verification: what the target itself draws, followed for as long as the tree agrees. Never learns where a draft came from."""
+
+from specroll.verify.walk import Paths, accepted_paths, walk
+
+__all__ = ["Paths", "accepted_paths", "walk"]

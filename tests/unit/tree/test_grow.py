@@ -1,0 +1,162 @@
+"""Growing against a plain heap, and the packed layout that the engine relies on."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specroll.tree import Grown, ancestors, grow, roots
+from specroll.types import Draft
+
+
+def make_draft(hit_SKC: torch.Tensor, vocab_size: int = 1000, seed: int = 0) -> Draft:
+    generator = torch.Generator().manual_seed(seed)
+    sequences, horizons, candidates = hit_SKC.shape
+    order = torch.rand(sequences, horizons, vocab_size, generator=generator).argsort(-1)
+    return Draft(token_SKC=order[..., :candidates], score_SKC=hit_SKC.log(), hit_SKC=hit_SKC)
+
+
+def heap_scores(hit_KC: list[list[float]], nodes: int) -> list[float]:
+    """The textbook queue: take the best path, push its extensions."""
+    clamped = [[min(max(0.0 if math.isnan(h) else h, 1e-6), 1 - 1e-4) for h in row] for row in hit_KC]
+    queue = [(-h, (c,)) for c, h in enumerate(clamped[0])]
+    heapq.heapify(queue)
+    scores = []
+    while queue and len(scores) < nodes:
+        score, path = heapq.heappop(queue)
+        scores.append(-score)
+        if len(path) < len(clamped):
+            for c, h in enumerate(clamped[len(path)]):
+                heapq.heappush(queue, (score * h, (*path, c)))
+    return scores
+
+
+def assert_well_formed(grown: Grown, draft: Draft, root_S: torch.Tensor) -> None:
+    tree, sequences = grown.tree, root_S.numel()
+    rows = sequences * tree.size
+    row_N = torch.arange(rows)
+    is_root_N = tree.slot_N == 0
+    assert torch.equal(tree.sequence_N, row_N // tree.size)
+    assert torch.equal(tree.slot_N, row_N % tree.size)
+    assert torch.equal(tree.token_N[is_root_N], root_S)
+    assert torch.equal(tree.parent_N[is_root_N], row_N[is_root_N])
+    assert torch.equal(tree.depth_N == 0, is_root_N)
+    child_N = row_N[~is_root_N]
+    parent_N = tree.parent_N[child_N]
+    assert (parent_N < child_N).all()
+    assert torch.equal(tree.sequence_N[parent_N], tree.sequence_N[child_N])
+    assert torch.equal(tree.depth_N[parent_N] + 1, tree.depth_N[child_N])
+    assert int(tree.depth_N.max()) <= tree.max_depth
+    siblings = list(zip(parent_N.tolist(), tree.token_N[child_N].tolist(), strict=True))
+    assert len(set(siblings)) == len(siblings)
+    assert (tree.rank_N[is_root_N] == 0).all()
+    cell = (tree.sequence_N[child_N], tree.depth_N[child_N] - 1, tree.rank_N[child_N])
+    assert torch.equal(draft.token_SKC[cell], tree.token_N[child_N])
+
+
+def row_scores(grown: Grown, draft: Draft) -> torch.Tensor:
+    """Each node's path probability, recomputed along its parents."""
+    tree = grown.tree
+    hit_SKC = draft.hit_SKC.double().nan_to_num(nan=0.0).clamp(1e-6, 1 - 1e-4)
+    scores: list[float] = []
+    for row in range(tree.token_N.numel()):
+        depth = int(tree.depth_N[row])
+        if depth == 0:
+            scores.append(1.0)
+            continue
+        hit = float(hit_SKC[int(tree.sequence_N[row]), depth - 1, int(tree.rank_N[row])])
+        scores.append(scores[int(tree.parent_N[row])] * hit)
+    return torch.tensor(scores).view(-1, tree.size)[:, 1:]
+
+
+# Few distinct values, so that ties, certainties, impossibilities and nonsense all meet in one lattice.
+HITS = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.5, 1.0, 1.5, float("nan")]), st.floats(0.0, 1.0, width=32))
+
+
+@st.composite
+def lattices(draw: st.DrawFn) -> torch.Tensor:
+    shape = [draw(st.integers(1, most)) for most in (3, 4, 6)]
+    values = draw(st.lists(HITS, min_size=math.prod(shape), max_size=math.prod(shape)))
+    return torch.tensor(values).view(shape)
+
+
+@settings(max_examples=150, deadline=None)
+@given(hit_SKC=lattices(), nodes=st.integers(0, 20))
+def test_keeps_what_a_heap_would_keep(hit_SKC: torch.Tensor, nodes: int) -> None:
+    draft = make_draft(hit_SKC)
+    root_S = torch.arange(hit_SKC.shape[0]) + 5
+    grown = grow(draft, root_S, nodes)
+    assert_well_formed(grown, draft, root_S)
+    expected = torch.tensor([heap_scores(hit_KC, nodes) for hit_KC in hit_SKC.tolist()])
+    assert grown.gain_SN.shape == expected.shape == (root_S.numel(), grown.tree.size - 1)
+    torch.testing.assert_close(grown.gain_SN, expected.float(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(row_scores(grown, draft).float(), grown.gain_SN, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("nodes", [1, 8, 64])
+def test_a_wide_lattice_keeps_what_a_heap_would_keep(nodes: int) -> None:
+    hit_SKC = torch.rand(4, 6, 32, generator=torch.Generator().manual_seed(nodes)) ** 3
+    draft = make_draft(hit_SKC)
+    root_S = torch.zeros(4, dtype=torch.int64)
+    grown = grow(draft, root_S, nodes)
+    assert_well_formed(grown, draft, root_S)
+    expected = torch.tensor([heap_scores(hit_KC, nodes) for hit_KC in hit_SKC.tolist()])
+    torch.testing.assert_close(grown.gain_SN, expected, rtol=1e-5, atol=0)
+
+
+def test_certain_candidates_do_not_tear_a_path() -> None:
+    """All hits equal 1: without the clamp every path would tie, and a child could be kept without its parent."""
+    draft = make_draft(torch.ones(2, 8, 4))
+    root_S = torch.zeros(2, dtype=torch.int64)
+    for nodes in range(1, 40):
+        assert_well_formed(grow(draft, root_S, nodes), draft, root_S)
+
+
+def test_a_small_lattice_gives_a_smaller_tree() -> None:
+    grown = grow(make_draft(torch.full((2, 2, 2), 0.3)), torch.tensor([1, 2]), nodes=50)
+    assert grown.tree.size == 1 + 2 + 4
+    assert grown.gain_SN.shape == (2, 6)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 4), (3, 0, 4), (3, 2, 0)])
+def test_without_nodes_only_roots_are_left(shape: tuple[int, int, int]) -> None:
+    root_S = torch.tensor([7, 8, 9])
+    draft = make_draft(torch.full(shape, 0.5))
+    grown = grow(draft, root_S, nodes=0 if 0 not in shape else 4)
+    assert grown.gain_SN.shape == (3, 0)
+    for name in ("token_N", "parent_N", "depth_N", "sequence_N", "slot_N", "rank_N", "size", "max_depth"):
+        expected, found = getattr(roots(root_S), name), getattr(grown.tree, name)
+        assert torch.equal(expected, found) if isinstance(expected, torch.Tensor) else expected == found
+    assert torch.equal(ancestors(grown.tree), torch.ones(3, 1, 1, dtype=torch.bool))
+
+
+def test_a_negative_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="nodes must be >= 0"):
+        grow(make_draft(torch.full((1, 1, 1), 0.5)), torch.tensor([0]), nodes=-1)
+
+
+def test_a_huge_budget_stays_a_tree_and_small() -> None:
+    draft = make_draft(torch.rand(1, 16, 64, generator=torch.Generator().manual_seed(0)))
+    root_S = torch.tensor([0])
+    grown = grow(draft, root_S, nodes=256)
+    assert grown.tree.size == 257
+    assert_well_formed(grown, draft, root_S)
+
+
+def test_growing_is_cheap_beside_a_forward_pass() -> None:
+    """Some 25 small operations; the loose bound only catches a loop over nodes or a table that is built anew."""
+    draft = make_draft(torch.rand(1, 4, 16).sort(-1, descending=True).values)
+    root_S = torch.tensor([0])
+    grow(draft, root_S, nodes=8)
+    seconds = []
+    for _ in range(50):
+        start = time.perf_counter()
+        grow(draft, root_S, nodes=8)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 2e-3
