@@ -100,7 +100,6 @@ def test_values_that_json_does_not_know(folder: RunFolder) -> None:
         "np": np.float32(0.5),
         "in": Inner(2.0),
         3: "ü",
-        "t": True,
     }
     want = {"nan": None, "inf": [None, 1], "np": 0.5, "in": {"rate": 2.0}, "3": "ü"}
     assert json.loads(to_json(record)) == want
