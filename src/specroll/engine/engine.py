@@ -1,0 +1,168 @@
+"""The rollout engine: requests in, completions out.
+
+Owns one target, at most one proposer and the budget's planner; `Session` (step.py) runs the rounds of one call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from specroll.budget import Planner
+from specroll.config import BudgetConfig, EngineConfig
+from specroll.engine.measure import latency_curve, propose_seconds
+from specroll.engine.step import Hooks, Session
+from specroll.model.cache import check_fits
+from specroll.model.target import HFTarget
+from specroll.types import Completion, Proposer, Request, RoundStats, SamplingParams, Trajectory
+from specroll.verify.stop import StopRule
+
+_COPIES_OF_LOGITS = 6  # float32 copies of a row of logits alive at once while it is drawn from, generously
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Completions in the order of the requests, and what each round did."""
+
+    completions: list[Completion]
+    rounds: list[RoundStats]
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(c.token_ids) for c in self.completions)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens that one sequence gains in one of its rounds: 1 for the plain loop."""
+        turns = sum(r.running for r in self.rounds)
+        return sum(r.emitted for r in self.rounds) / turns if turns else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the proposed nodes that the target drew; 0 where none was proposed."""
+        proposed = sum(r.proposed for r in self.rounds)
+        return sum(sum(r.accepted_by_depth) for r in self.rounds) / proposed if proposed else 0.0
+
+
+class Engine:
+    """Samples exactly from a causal LM, with speculation where it pays."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        proposer: Proposer | None = None,
+        config: EngineConfig = EngineConfig(),
+        budget: BudgetConfig = BudgetConfig(),
+        eos_ids: Sequence[int] | None = None,
+    ) -> None:
+        """`model`: a transformers causal LM or a PEFT model around one. `tokenizer` is needed for stop strings and text.
+
+        `eos_ids` defaults to the model's generation config. Raises `UnsupportedModelError` for a model that cannot be
+        run exactly.
+        """
+        self.target = HFTarget(model)
+        self.tokenizer = tokenizer
+        self.proposer = proposer
+        self.config, self.budget = config, budget
+        self.eos_ids = frozenset(_eos_ids(self.target, tokenizer) if eos_ids is None else eos_ids)
+        self.policy_version = 0
+        self._planner: tuple[Proposer, Planner] | None = None
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        *,
+        stop: Sequence[str] = (),
+        on_tokens: Callable[[int, list[int]], None] | None = None,
+        on_completion: Callable[[int, Completion], None] | None = None,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> Rollout:
+        """Sample one completion per request.
+
+        A completion depends on the weights, `sampling`, and its request alone. `on_tokens(i, new)` streams the tokens of
+        request i, `on_completion(i, completion)` delivers each response as soon as it ends (so that an interruption
+        loses nothing), `on_trajectory` gets what a proposer can learn from. Raises `ValueError` for a bad request,
+        `DoesNotFitError` before the first token if memory is too small, `BadLogitsError` for NaN logits.
+        """
+        self._check(requests)
+        rule = StopRule(sorted(self.eos_ids), stop, self.tokenizer)
+        if not requests:
+            return Rollout([], [], 0.0)
+        slots = min(self.config.max_running, len(requests))
+        started = time.perf_counter()
+        with self.target.rolling_out():
+            self._reserve(requests, slots)
+            planner = self._plan(sampling)
+            session = Session(
+                self.target, self.proposer if planner else None, planner, rule, sampling, self.config,
+                Hooks(on_tokens, on_completion, on_trajectory), self.policy_version,
+                self.tokenizer,
+            )  # fmt: skip
+            completions, rounds = session.run(requests, slots)
+        return Rollout(completions, rounds, time.perf_counter() - started)
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        limit = getattr(self.target.config, "max_position_embeddings", None)
+        samples = set()
+        for i, r in enumerate(requests):
+            if not r.prompt_ids:
+                raise ValueError(f"request {i} has an empty prompt: give at least one token (usually the BOS token)")
+            if r.max_new_tokens < 1:
+                raise ValueError(f"request {i} has max_new_tokens={r.max_new_tokens}: it must be at least 1")
+            if limit and len(r.prompt_ids) + r.max_new_tokens > limit:
+                raise ValueError(
+                    f"request {i} needs {len(r.prompt_ids)} prompt tokens + {r.max_new_tokens} new ones, but the model "
+                    f"has {limit} positions: shorten the prompt or set max_new_tokens <= {limit - len(r.prompt_ids)}"
+                )
+            worst = max(r.prompt_ids) if min(r.prompt_ids) >= 0 else min(r.prompt_ids)
+            if not 0 <= worst < self.target.vocab_size:
+                raise ValueError(
+                    f"request {i} holds token {worst}, outside the model's vocabulary of {self.target.vocab_size}: "
+                    "the tokenizer belongs to another model"
+                )
+            if r.sample in samples:
+                raise ValueError(f"request {i} repeats sample {r.sample}: equal samples would draw equal noise")
+            samples.add(r.sample)
+
+    def _reserve(self, requests: Sequence[Request], slots: int) -> None:
+        rows = 1 + (self._most_nodes() if self.proposer else 0)
+        length = max(len(r.prompt_ids) + r.max_new_tokens for r in requests) + rows
+        cache = self.target.cache
+        if cache is None or not cache.holds(slots, length):
+            row_bytes = self.target.vocab_size * 4 * _COPIES_OF_LOGITS
+            check_fits(self.target.cache_shape, slots, length, row_bytes, rows)
+            self.target.reserve(slots, length)
+
+    def _most_nodes(self) -> int:
+        fixed = self.budget.fixed_nodes
+        return self.budget.max_nodes if fixed is None else fixed
+
+    def _plan(self, sampling: SamplingParams) -> Planner | None:
+        """The planner of the present proposer: it remembers across calls what that proposer is worth."""
+        if self.proposer is None or self._most_nodes() == 0:
+            return None
+        if self._planner is None or self._planner[0] is not self.proposer:
+            if self.budget.fixed_nodes is not None:
+                planner = Planner(self.budget, None, 0.0)
+            else:
+                curve = latency_curve(self.target, sampling, self.config.max_running)
+                planner = Planner(self.budget, curve, propose_seconds(self.target, self.proposer, sampling))
+            self._planner = (self.proposer, planner)
+        return self._planner[1]
+
+
+def _eos_ids(target: HFTarget, tokenizer: Any) -> Sequence[int]:
+    generation = getattr(target.causal, "generation_config", None)
+    for source in (generation, target.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return [ids] if isinstance(ids, int) else list(ids)
+    return []

@@ -1,0 +1,250 @@
+"""One call's rounds: propose, grow, verify, walk, commit, observe.
+
+Knows the order of the stages and moves their tensors; each stage lives in its own room. The host learns once per round
+what was drawn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specroll.budget import Planner
+from specroll.config import EngineConfig
+from specroll.engine.scheduler import Running, Scheduler
+from specroll.model.target import HFTarget
+from specroll.sampling import draw, process
+from specroll.tree.grow import grow, roots
+from specroll.types import (
+    Completion, Draft, Draws, Features, FinishReason, Proposer, Request, RoundStats, SamplingParams, TargetOutput,
+    Trajectory, Tree, Verdict,
+)  # fmt: skip
+from specroll.verify.stop import StopRule
+from specroll.verify.walk import walk
+
+_TRACED = 32  # likeliest candidates of the target's law that a trajectory keeps per token
+
+DrawnRow = tuple[int, float, float, float]  # token, raw log-probability, processed log-probability, kept mass
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What the caller wants to hear while the rollout runs."""
+
+    tokens: Callable[[int, list[int]], None] | None
+    completion: Callable[[int, Completion], None] | None
+    trajectory: Callable[[Trajectory], None] | None
+
+
+class Stopwatch:
+    """Seconds by stage: `lap(name)` books the time since the last lap."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+
+class Session:
+    """The state of one `Engine.generate` call."""
+
+    def __init__(
+        self, target: HFTarget, proposer: Proposer | None, planner: Planner | None, rule: StopRule,
+        sampling: SamplingParams, config: EngineConfig, hooks: Hooks, policy_version: int, tokenizer: Any,
+    ) -> None:  # fmt: skip
+        self.target, self.proposer, self.planner, self.rule = target, proposer, planner, rule
+        self.sampling, self.config, self.hooks = sampling, config, hooks
+        self.policy_version, self.tokenizer = policy_version, tokenizer
+        self.hidden_SH = torch.empty(0, target.hidden_size, device=target.device, dtype=target.causal.dtype)
+        self.completions: list[Completion | None] = []
+        self.rounds: list[RoundStats] = []
+
+    def run(self, requests: Sequence[Request], slots: int) -> tuple[list[Completion], list[RoundStats]]:
+        self.scheduler = Scheduler(requests, slots, self.config.prefill_tokens)
+        self.completions = [None] * len(requests)
+        while self.scheduler:
+            watch = Stopwatch()
+            self._admit()
+            watch.lap("prefill")
+            if self.scheduler.running:
+                self.rounds.append(self._round(watch))
+        return [c for c in self.completions if c is not None], self.rounds
+
+    # --- the round ------------------------------------------------------------------------------------------------
+
+    def _round(self, watch: Stopwatch) -> RoundStats:
+        running = self.scheduler.running
+        device = self.target.device
+        root_S = torch.tensor([r.root for r in running], device=device)
+        sample_S = torch.tensor([r.request.sample for r in running], device=device)
+        lengths = [r.length for r in running]
+        length_S = torch.tensor(lengths, device=device)
+
+        draft, tree, gain_SN = self._propose(Features(self.hidden_SH, root_S, sample_S, length_S, self.sampling))
+        watch.lap("propose")
+        out = self.target.forward_tree(tree, length_S, max(lengths))
+        watch.lap("verify")
+        position_N = length_S[tree.sequence_N] + tree.depth_N + 1
+        verdict = walk(tree, draw(out.logits_NV, self.sampling, sample_S[tree.sequence_N], position_N))
+        watch.lap("draw")
+        stats = RoundStats(running=len(running), proposed=(tree.size - 1) * len(running), seconds=watch.seconds)
+        self._commit(tree, verdict, out, gain_SN, stats)
+        watch.lap("commit")
+        if draft is not None and self.proposer is not None:
+            self.proposer.observe(draft, tree, verdict)
+            watch.lap("observe")
+        return stats
+
+    def _propose(self, features: Features) -> tuple[Draft | None, Tree, Tensor | None]:
+        """The trees to verify: bare roots where speculation does not pay, which is plain decoding."""
+        nodes = self.planner.nodes(features.root_S.shape[0]) if self.planner is not None else 0
+        if not nodes or self.proposer is None:
+            return None, roots(features.root_S), None
+        draft = self.proposer.propose(features)
+        grown = grow(draft, features.root_S, nodes)
+        return draft, grown.tree, grown.gain_SN
+
+    def _commit(
+        self, tree: Tree, verdict: Verdict, out: TargetOutput, gain_SN: Tensor | None, stats: RoundStats
+    ) -> None:
+        """Emit the accepted paths' draws, keep their keys and values, retire what has ended."""
+        drawn, accepted, depth, gains = _to_host(tree, verdict, gain_SN)
+        size = tree.size
+        paths, ended = [], {}
+        moves: list[tuple[int, int, int]] = []
+        for s, row in enumerate(self.scheduler.running):
+            first = s * size
+            path = [i for i in range(first, first + size) if accepted[i]]  # parents come before children
+            taken, reason = self.rule.cut(row.token_ids, [drawn[i][0] for i in path], row.request.max_new_tokens)
+            moves += [(s, row.length + i - first, row.length + d) for d, i in enumerate(path) if i - first != d]
+            paths.append(path[:taken])
+            self._emit(row, [drawn[i] for i in path[:taken]])
+            if reason is not None:
+                ended[s] = reason
+            stats.emitted += taken
+        _count(stats, depth, accepted, tree.max_depth)
+        if self.planner is not None:
+            self.planner.observe(stats.running, gains, sum(stats.accepted_by_depth), stats.proposed)
+        self._trace(out, [i for path in paths for i in path], [len(p) for p in paths])
+        if moves and self.target.cache is not None:
+            slot, source, to = (torch.tensor(m, device=self.target.device) for m in zip(*moves, strict=True))
+            self.target.cache.compact(slot, source, to)
+        self.hidden_SH = out.hidden_NH[torch.tensor([p[-1] for p in paths], device=self.target.device)]
+        self._retire(ended)
+
+    def _retire(self, ended: dict[int, FinishReason]) -> None:
+        if not ended:
+            return
+        for s, reason in ended.items():
+            self._finish(self.scheduler.running[s], reason)
+        order = list(range(len(self.scheduler.running)))
+        for source, target in self.scheduler.retire(set(ended)):
+            order[target] = order[source]
+            assert self.target.cache is not None
+            self.target.cache.move(source, target, self.scheduler.running[target].length)
+        self.hidden_SH = self.hidden_SH[order[: len(self.scheduler.running)]]
+
+    # --- beginnings and ends --------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Fill free slots: run new prompts once per group, then draw each member's own first token."""
+        wave, prompts = self.scheduler.next_wave()
+        if prompts:
+            out, kvs = self.target.prefill(prompts)
+            for i, prompt in enumerate(prompts):
+                self.scheduler.keep(prompt, kvs[i], out.logits_NV[i], out.hidden_NH[i])
+        if not wave:
+            return
+        states = [self.scheduler.prompts[r.request.prompt_ids] for r in wave]
+        out = TargetOutput(torch.stack([p.logits_V for p in states]), torch.stack([p.hidden_H for p in states]))
+        sample_S = torch.tensor([r.request.sample for r in wave], device=self.target.device)
+        position_S = torch.tensor([len(r.request.prompt_ids) for r in wave], device=self.target.device)
+        rows = _drawn(draw(out.logits_NV, self.sampling, sample_S, position_S))
+        started = []
+        for i, (row, state) in enumerate(zip(wave, states, strict=True)):
+            _, reason = self.rule.cut([], [rows[i][0]], row.request.max_new_tokens)
+            self._emit(row, [rows[i]])
+            if reason is None:
+                slot = self.scheduler.admit(row)
+                assert self.target.cache is not None
+                self.target.cache.fill(slot, state.kv)
+                started.append(i)
+        self._trace(out, list(range(len(wave))), [1] * len(wave), wave)
+        for i, row in enumerate(wave):
+            self.scheduler.forget(row)
+            if i not in started:
+                self._finish(row, self.rule.cut([], row.token_ids, row.request.max_new_tokens)[1] or "length")
+        self.hidden_SH = torch.cat((self.hidden_SH, out.hidden_NH[started]))
+
+    def _emit(self, row: Running, rows: list[DrawnRow]) -> None:
+        row.append(rows)
+        if self.hooks.tokens is not None:
+            self.hooks.tokens(row.index, [r[0] for r in rows])
+
+    def _finish(self, row: Running, reason: FinishReason) -> None:
+        text = None if self.tokenizer is None else self.tokenizer.decode(row.token_ids, skip_special_tokens=True)
+        completion = row.complete(reason, self.policy_version, text)
+        self.completions[row.index] = completion
+        if self.hooks.completion is not None:
+            self.hooks.completion(row.index, completion)
+        if self.hooks.trajectory is not None:
+            with torch.inference_mode(False):  # what is taught later must be ordinary tensors
+                self.hooks.trajectory(Trajectory(*(torch.cat(parts) for parts in zip(*row.trace, strict=True))))
+
+    def _trace(
+        self, out: TargetOutput, rows: list[int], counts: list[int], owners: Sequence[Running] | None = None
+    ) -> None:
+        """Keep what a proposer can learn from the emitted rows, if the caller wants trajectories."""
+        if self.hooks.trajectory is None:
+            return
+        owners = self.scheduler.running if owners is None else owners
+        law = process(out.logits_NV[rows], self.sampling)
+        best = law.logp_NC.topk(min(_TRACED, law.logp_NC.shape[1]), dim=1)
+        token_NC = law.token_NC.expand_as(law.logp_NC).gather(1, best.indices)
+        pad = (0, _TRACED - token_NC.shape[1])
+        pieces = (
+            out.hidden_NH[rows].cpu(),
+            torch.nn.functional.pad(token_NC, pad).cpu(),
+            torch.nn.functional.pad(best.values, pad, value=float("-inf")).cpu(),
+        )
+        for owner, n, hidden, top, logp in zip(owners, counts, *(p.split(counts) for p in pieces), strict=True):
+            owner.trace.append((hidden, torch.tensor(owner.token_ids[-n:]), top, logp))
+
+
+def _drawn(draws: Draws) -> list[DrawnRow]:
+    table = torch.stack([x.double() for x in (draws.token_N, draws.logp_raw_N, draws.logp_N, draws.kept_mass_N)], 1)
+    return [(int(t), raw, logp, kept) for t, raw, logp, kept in table.tolist()]
+
+
+def _to_host(
+    tree: Tree, verdict: Verdict, gain_SN: Tensor | None
+) -> tuple[list[DrawnRow], list[bool], list[int], list[float] | None]:
+    """The round's one transfer: what was drawn, what was accepted, and the mean gain of each further node."""
+    draws = verdict.draws
+    columns = (draws.token_N, draws.logp_raw_N, draws.logp_N, draws.kept_mass_N, verdict.accepted_N, tree.depth_N)
+    parts = [torch.stack([c.double() for c in columns], 1).flatten()]
+    if gain_SN is not None:
+        parts.append(gain_SN.double().mean(0))
+    flat = torch.cat(parts).tolist()
+    rows = [flat[i : i + len(columns)] for i in range(0, tree.token_N.shape[0] * len(columns), len(columns))]
+    drawn = [(int(r[0]), r[1], r[2], r[3]) for r in rows]
+    gains = None if gain_SN is None else flat[len(rows) * len(columns) :]
+    return drawn, [bool(r[4]) for r in rows], [int(r[5]) for r in rows], gains
+
+
+def _count(stats: RoundStats, depth: list[int], accepted: list[bool], max_depth: int) -> None:
+    stats.accepted_by_depth = [0] * max_depth
+    stats.proposed_by_depth = [0] * max_depth
+    for d, ok in zip(depth, accepted, strict=True):
+        if d:
+            stats.proposed_by_depth[d - 1] += 1
+            stats.accepted_by_depth[d - 1] += ok

@@ -1,0 +1,136 @@
+"""The attention function that the installed model calls while specroll runs it.
+
+Knows our passes and slots, not the model around it. Two kinds of pass exist, and both serve full and sliding-window layers:
+`PromptPass` runs packed prompts and collects their keys and values; `TreePass` runs the trees of all running
+sequences, every node attending to its sequence's prefix and to its own ancestors.
+
+Shapes: A attention heads, G query heads per key head, P prompt tokens, L key positions, W head width; see types.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from specroll.model.cache import SlotCache
+
+NAME = "specroll"
+_HARMLESS = {"position_ids", "use_cache", "is_causal", "output_attentions", "cache", "cache_position", "output_hidden_states"}
+
+
+class Pass(Protocol):
+    """One forward pass of the target, asked once per layer."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor: ...
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    specroll_pass: Pass,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query [1, A, N, W]; key and value [1, A/G, N, W] -> [1, N, A, W]. Unknown settings are an error, not ignored."""
+    unknown = [name for name, setting in others.items() if name not in _HARMLESS and setting not in (None, False)]
+    if unknown or attention_mask is not None or dropout:
+        what = unknown or ["attention_mask" if attention_mask is not None else "dropout"]
+        raise NotImplementedError(
+            f"{type(module).__name__} passes {', '.join(what)} to its attention, which specroll cannot do exactly. "
+            "Use transformers' own generate for this model."
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out_NAW = specroll_pass.attend(int(module.layer_idx), query[0], key[0], value[0], scale, sliding_window)  # type: ignore[arg-type]
+    return out_NAW[None], None
+
+
+AttentionInterface.register(NAME, _attention)
+
+
+class PromptPass:
+    """Packed prompts, each attending causally to itself; `kv` [layer, N, 2, head, width] is what they leave behind."""
+
+    def __init__(self, lengths: list[int], kv: Tensor) -> None:
+        self.lengths, self.kv = lengths, kv
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def _mask(self, length: int, window: int | None, like: Tensor) -> Tensor | None:
+        if window is None or length <= window:
+            return None
+        if (length, window) not in self._masks:
+            i = torch.arange(length, device=like.device)
+            seen = (i[:, None] >= i) & (i[:, None] - i < window)
+            self._masks[length, window] = _additive(seen, like.dtype)
+        return self._masks[length, window]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        self.kv[layer, :, 0] = key.transpose(0, 1)
+        self.kv[layer, :, 1] = value.transpose(0, 1)
+        group = query.shape[0] // key.shape[0]
+        key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+        parts = []
+        for q, k, v in zip(*(x.split(self.lengths, 1) for x in (query, key, value)), strict=True):
+            mask = self._mask(q.shape[1], window, q)
+            out = scaled_dot_product_attention(q[None], k[None], v[None], mask, is_causal=mask is None, scale=scale)
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
+
+
+class TreePass:
+    """`size` packed rows for each of the first S slots, written behind their prefixes of `length_S` tokens."""
+
+    def __init__(self, cache: SlotCache, size: int, length_S: Tensor, longest: int, seen_SNN: Tensor, depth_SN: Tensor) -> None:
+        """`seen_SNN[s, i, j]`: row i sees row j (itself or an ancestor); `longest` = the largest of length_S, on the host."""
+        self.cache, self.size, self.length_S = cache, size, length_S
+        self.running = length_S.shape[0]
+        self.live = longest + size
+        device = length_S.device
+        slot = torch.arange(self.running, device=device)[:, None] * cache.length
+        self.write_N = (slot + length_S[:, None] + torch.arange(size, device=device)).flatten()
+        self._seen_SNN, self._depth_SN = seen_SNN, depth_SN
+        self._masks: dict[int | None, Tensor] = {}
+
+    def _mask(self, window: int | None, group: int, like: Tensor) -> Tensor:
+        """Additive [S, 1, G * n, L]: the prefix (within the window) and the own ancestors."""
+        if window not in self._masks:
+            at_L = torch.arange(self.live, device=like.device)
+            local_SL = at_L - self.length_S[:, None]  # index among this round's rows; negative: prefix
+            inside = local_SL.clamp(0, self.size - 1)[:, None, :].expand(-1, self.size, -1)
+            seen = (local_SL < 0)[:, None, :] | (self._seen_SNN.gather(2, inside) & (local_SL < self.size)[:, None, :])
+            if window is not None:
+                row_depth_SL = self._depth_SN.gather(1, inside[:, 0])
+                position_SL = torch.where(local_SL < 0, at_L, self.length_S[:, None] + row_depth_SL)
+                query_SN = self.length_S[:, None] + self._depth_SN
+                seen = seen & (query_SN[:, :, None] - position_SL[:, None, :] < window)
+            self._masks[window] = _additive(seen, like.dtype)[:, None].repeat(1, 1, group, 1)
+        return self._masks[window]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        heads, _, width = key.shape
+        group = query.shape[0] // heads
+        kv = self.cache.layer(layer)
+        rows_NX = torch.stack((key.transpose(0, 1), value.transpose(0, 1)), 1).flatten(1)
+        kv.view(-1, rows_NX.shape[1]).index_copy_(0, self.write_N, rows_NX)
+        live = kv[: self.running, : self.live]
+        # The G query heads of a key head become more rows of the same product, so keys are read once.
+        q = query.view(heads, group, self.running, self.size, width).permute(2, 0, 1, 3, 4)
+        q = q.reshape(self.running, heads, group * self.size, width)
+        out = scaled_dot_product_attention(
+            q, live[:, :, 0].transpose(1, 2), live[:, :, 1].transpose(1, 2), self._mask(window, group, q), scale=scale
+        )
+        out = out.view(self.running, heads, group, self.size, width).permute(0, 3, 1, 2, 4)
+        return out.reshape(self.running * self.size, heads * group, width)
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))

@@ -1,0 +1,89 @@
+"""Slots for keys and values: preallocated per running sequence, compacted in place, never concatenated.
+
+Knows shapes and memory, not models. Layout: [layer, slot, position, 2 (key, value), head, head width], so that one
+token's key and value of a layer lie together: a pass writes whole rows and an accepted path moves whole rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor
+
+
+class DoesNotFitError(ValueError):
+    """The planned memory is more than there is; the message names the setting that would fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What one token occupies."""
+
+    layers: int
+    heads: int
+    head_width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.layers * 2 * self.heads * self.head_width * self.dtype.itemsize
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be had on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def check_fits(shape: CacheShape, slots: int, length: int, row_bytes: int, rows_per_slot: int) -> None:
+    """Raise `DoesNotFitError` if slots of `length` tokens and the logits of one round exceed the free memory.
+
+    `row_bytes` is what one packed row needs besides (its logits and their sorted copies).
+    """
+    per_slot = shape.bytes_per_token * length + row_bytes * rows_per_slot
+    free = int(free_bytes(shape.device) * 0.9)
+    if per_slot * slots <= free:
+        return
+    fits = free // per_slot
+    advice = (
+        f"Set max_running={fits}, or allow fewer tokens per response."
+        if fits
+        else "Not even one sequence fits: allow fewer tokens per response, or use a smaller model."
+    )
+    raise DoesNotFitError(
+        f"{slots} running sequences of {length} tokens need {per_slot * slots / 2**30:.1f} GiB for keys, values and "
+        f"logits, but {free / 2**30:.1f} GiB are free on {shape.device}. {advice}"
+    )
+
+
+class SlotCache:
+    """Keys and values of the running sequences; slot s belongs to the s-th of them."""
+
+    def __init__(self, shape: CacheShape, slots: int, length: int) -> None:
+        self.shape, self.slots, self.length = shape, slots, length
+        self.kv = torch.zeros(
+            (shape.layers, slots, length, 2, shape.heads, shape.head_width), dtype=shape.dtype, device=shape.device
+        )
+
+    def holds(self, slots: int, length: int) -> bool:
+        return slots <= self.slots and length <= self.length
+
+    def layer(self, index: int) -> Tensor:
+        """[slot, position, 2, head, width] of one layer."""
+        return self.kv[index]
+
+    def fill(self, slot: int, prompt_kv: Tensor) -> None:
+        """Put a prompt's keys and values [layer, P, 2, head, width] at the start of a slot."""
+        self.kv[:, slot, : prompt_kv.shape[1]] = prompt_kv
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Hand the first `length` tokens of one slot to another."""
+        self.kv[:, target, :length] = self.kv[:, source, :length]
+
+    def compact(self, slot_M: Tensor, source_M: Tensor, target_M: Tensor) -> None:
+        """Move single tokens inside their slots: position source -> target, all at once (sources are read first)."""
+        self.kv[:, slot_M, target_M] = self.kv[:, slot_M, source_M]
