@@ -1,21 +1,21 @@
 """Best-first trees under a node budget: from a draft's candidates to the packed rows of one verification pass.
 
-A draft is a lattice: any candidate of horizon k may follow any path of k - 1 candidates, and a path is worth the product
-of its hit probabilities. The best `nodes` paths of every sequence are its tree. Growing never looks at a tensor's value
-on the host, so it costs a handful of launches and no synchronisation.
+A draft is a lattice: any candidate of horizon k may follow any path of k - 1 candidates, and a path is worth the
+product of its hit probabilities. The best `nodes` paths of every sequence are its tree. Growing never looks at a
+tensor's value on the host, so it costs a handful of launches and no synchronisation.
 
 Why no queue is needed. Number each horizon's candidates from 1 in order of hit probability. A path (a_1, .., a_d) is
 never worth more than the paths that are no longer and nowhere ranked lower, of which there are a_1 + a_1 a_2 + ... +
 a_1 .. a_d, itself included. When that exceeds the budget it cannot be among the best (on a tie, a tree without it is as
-good), whatever the probabilities are. The few paths left are a table that depends on (K, C, nodes) only: it is written once,
-scored for all sequences in one product, and cut by one top-k.
+good), whatever the probabilities are. The few paths left are a table that depends on (K, C, nodes) only: it is written
+once, scored for all sequences in one product, and cut by one top-k.
 
 Why the result is a tree. Hit probabilities are clamped to at most 1 - 1e-4 and multiplied in float64, whose rounding is
 many orders finer, so an ancestor always scores strictly above its descendants. Only unrelated paths can tie; hence the
 top-k, in whatever order it breaks ties, keeps a node only together with its ancestors, and puts parents first.
 
-The table's limit: it stops deepening at 65,536 paths. Only budgets far past use reach that (over 128 nodes with 8 horizons, over
-64 with 16); the farthest horizons are then left out of the tree, which is still best-first over the nearer ones.
+The table's limit: it stops deepening at 65,536 paths. Only budgets far past use reach that (over 128 nodes with 8
+horizons, over 64 with 16); the farthest horizons are then left out, and the tree is best-first over the rest.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Grown(NamedTuple):
 
 
 class _Lattice(NamedTuple):
-    """All paths (P of them, the root first) that may be among the best, as indices into K * C cells and one pad cell."""
+    """All P paths that may be among the best, the root first, as indices into K * C cells and one pad cell."""
 
     cells_PK: Tensor  # the path's candidates, padded with the pad cell, whose hit probability is 1
     last_P: Tensor  # the path's last candidate
@@ -59,7 +59,14 @@ def roots(root_S: Tensor) -> Tree:
     row_S = torch.arange(root_S.numel(), device=root_S.device)
     zero_S = torch.zeros_like(row_S)
     return Tree(
-        token_N=root_S, parent_N=row_S, depth_N=zero_S, sequence_N=row_S, slot_N=zero_S, rank_N=zero_S, size=1, max_depth=0
+        token_N=root_S,
+        parent_N=row_S,
+        depth_N=zero_S,
+        sequence_N=row_S,
+        slot_N=zero_S,
+        rank_N=zero_S,
+        size=1,
+        max_depth=0,
     )
 
 

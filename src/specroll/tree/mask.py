@@ -9,9 +9,9 @@ from specroll.types import Tree
 
 
 def ancestors(tree: Tree) -> Tensor:
-    """Bool [S, n, n], n = tree.size: entry [s, i, j] says that row j of sequence s is row i itself or an ancestor of it.
+    """Bool [S, n, n], n = tree.size: entry [s, i, j] says that row j of sequence s is row i itself or its ancestor.
 
-    Pointer jumping: each step doubles the stretch of ancestors that a row knows, so a tree of depth d takes log2(d) steps.
+    Pointer jumping: each step doubles the stretch of ancestors that a row knows, so depth d takes log2(d) steps.
     """
     mask_Nn = torch.eye(tree.size, dtype=torch.bool, device=tree.parent_N.device)[tree.slot_N]
     jump_N = tree.parent_N

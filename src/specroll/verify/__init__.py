@@ -1,4 +1,4 @@
-"""Verification: what the target itself draws, followed for as long as the tree agrees. Never learns where a draft came from."""
+"""Verification: the target's own draws, followed while the tree agrees. Never learns where a draft came from."""
 
 from specroll.verify.walk import Paths, accepted_paths, walk
 

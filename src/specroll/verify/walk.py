@@ -1,7 +1,7 @@
 """Follow the target's own draws through each tree. The only place that decides which nodes are kept.
 
-The draws are made elsewhere, at every node, from the target's law and the noise of the node's own position: nothing here
-can bend the law. A draw that disagrees with the tree ends the walk and is emitted as it is, never drawn again.
+The draws are made elsewhere, at every node, from the target's law and the noise of the node's own position: nothing
+here can bend the law. A draw that disagrees with the tree ends the walk and is emitted as it is, never drawn again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from specroll.types import Draws, Tree, Verdict
 class Paths(NamedTuple):
     """The accepted path of every sequence, D = tree.max_depth.
 
-    `row_SD[s, d]` is the packed row at depth d (the root at 0), -1 behind the path's end. `length_S` counts its rows, root
-    included. The round emits the draws at these rows: `length_S` tokens per sequence, the last of which is the next root.
+    `row_SD[s, d]` is the packed row at depth d (the root at 0), -1 behind the path's end. `length_S` counts its rows,
+    root included. The round emits the draws at these rows: `length_S` tokens, the last of which is the next root.
     """
 
     row_SD: Tensor  # int64 [S, D + 1]
