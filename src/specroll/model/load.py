@@ -1,0 +1,135 @@
+"""From a name to a model and its tokenizer: the default model, a local folder, or a name on the hub.
+
+Weights are read from safetensors only and code of a model repository is never run. What the engine does with the model
+is `target`'s business; that it has a tokenizer and all its weights is settled here.
+
+`python -m specroll.model.load` prepares the default model.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from specroll.model import default
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def load_model(
+    name: str | None = None, *, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model, in eval mode, with its tokenizer.
+
+    Args:
+        name: None or "smollm2" for the default model (prepared first if need be), a local folder, or a hub name.
+        dtype: a torch dtype or its name; "auto" is `native_dtype(device)`.
+        device: where to put the weights; None is the CUDA device if there is one, else the CPU.
+
+    Raises:
+        ValueError: there is no such model, it cannot be reached, or it is not a causal language model with all of its
+            weights in safetensors. The message says which, and what to do.
+    """
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    resolved = _dtype(dtype, place)
+    source = str(default.prepare()) if name in (None, default.NAME) else _checked_name(name)
+    _refuse_other_than_causal(_read(AutoConfig, source), source)
+    model, report = _read(AutoModelForCausalLM, source, dtype=resolved, use_safetensors=True, output_loading_info=True)
+    broken = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if broken:
+        raise ValueError(
+            f"the weights of {source!r} do not fill the model: {len(broken)} tensors are missing or of another shape "
+            f"({', '.join(broken[:3])}). Is it a checkpoint of a causal language model, wholly copied?"
+        )
+    tokenizer = _read(AutoTokenizer, source)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.eval().to(place), tokenizer
+
+
+def native_dtype(device: torch.device | str) -> torch.dtype:
+    """bfloat16 where the device has units for it, else float32 (emulated bfloat16 products are several times slower)."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif kind != "cpu":
+        native = False
+    elif platform.machine().lower() in ("x86_64", "amd64"):
+        # mkldnn's own answer below is about AVX-512, and so also yes where it emulates.
+        native = torch.cpu._is_avx512_bf16_supported()
+    else:
+        native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return native_dtype(device)
+    resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if resolved not in _DTYPES.values():
+        raise ValueError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {dtype}")
+    return resolved
+
+
+def _checked_name(name: str) -> str:
+    """A folder that looks like a model, or a name that the hub could know."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{name!r} is no model folder: it has no config.json (as `save_pretrained` writes it)")
+        if not any(folder.glob("*.safetensors")):
+            raise ValueError(
+                f"{name!r} has no *.safetensors file, and no other format of weights is read. "
+                "Save the model again with save_pretrained, or convert it."
+            )
+        return str(folder)
+    if not _HUB_NAME.fullmatch(name) or name.startswith("."):
+        raise ValueError(f"there is no folder {name!r}, and it cannot be a name on the hub (those are OWNER/NAME)")
+    return name
+
+
+def _read(loader: Any, source: str, **options: Any) -> Any:
+    """`loader.from_pretrained(source)`, its errors put in words that say what to do."""
+    try:
+        return loader.from_pretrained(source, trust_remote_code=False, **options)
+    except (OSError, ValueError) as error:
+        cause = error.__cause__
+        if isinstance(cause, GatedRepoError):
+            why = "access to it must be granted on the hub first; then log in with `hf auth login`"
+        elif isinstance(cause, RepositoryNotFoundError):
+            why = "neither a local folder nor the hub has it. Check the spelling; for a private one, `hf auth login`"
+        elif "trust_remote_code" in str(error):
+            why = "it needs code of its own, which is never run. Use a model that the installed transformers knows"
+        else:
+            why = str(error).strip().splitlines()[0]
+        raise ValueError(f"cannot load {source!r}: {why}") from error
+
+
+def _refuse_other_than_causal(config: Any, source: str) -> None:
+    declared = list(config.architectures or [])
+    fitting = any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in declared)
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "is_encoder_decoder", False)
+    if not known or (declared and not fitting):
+        kind = ", ".join(declared) or config.model_type
+        raise ValueError(
+            f"{source!r} is a {kind}, not a causal language model. Name one that AutoModelForCausalLM loads, "
+            "such as Llama, Qwen or Gemma."
+        )
+
+
+if __name__ == "__main__":
+    print(f"The default model is ready in {default.prepare()}")
