@@ -39,7 +39,7 @@ def folder() -> Path:
 
 
 def damage(model_folder: Path) -> str | None:
-    """What is wrong with a converted folder, in words; None if every file is there with the hash it was written with."""
+    """What is wrong with a converted folder, in words; None if every file is as it was written."""
     try:
         manifest = json.loads((model_folder / _MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -62,7 +62,7 @@ def load_model(
 
 
 def native_dtype(device: torch.device | str) -> torch.dtype:
-    """bfloat16 where the device has units for it, else float32 (emulated bfloat16 products are several times slower)."""
+    """bfloat16 where the device has units for it, else float32: emulated bfloat16 products are several times slower."""
     kind = torch.device(device).type
     if kind == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -80,7 +80,7 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return native_dtype(device)
     resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if resolved not in _DTYPES.values():
+    if resolved is None or resolved not in _DTYPES.values():
         raise ValueError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {dtype}")
     return resolved
 

@@ -1,0 +1,35 @@
+"""What all tests share: no network, repeatable property tests, and the real default model, loaded once."""
+
+from __future__ import annotations
+
+import os
+
+# Before transformers is imported anywhere: a test that reaches for the network fails at once and says so.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+from hypothesis import settings
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# The same examples in every run, and no time limit per example: the machine may be busy.
+settings.register_profile("specroll", derandomize=True, deadline=None)
+settings.load_profile("specroll")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m picks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "real_model" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.real)
+
+
+@pytest.fixture(scope="session")
+def real_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The default model in float32 on the CPU, with its tokenizer. Shared: leave its weights as they are."""
+    from specroll.model import default
+    from specroll.model.load import load_model
+
+    reason = default.damage(default.folder())
+    if reason is not None:
+        pytest.skip(f"the default model cannot be used: {reason}. `make setup` prepares it.")
+    return load_model(dtype="float32", device="cpu")
