@@ -1,0 +1,238 @@
+"""Future-token heads: K small residual blocks that see the target's last hidden state and share its frozen lm_head.
+
+Horizon k = 1..K predicts the token k places after the root:
+
+    z_k = h + B_k SiLU(A_k [norm(h), norm(E(root))]),
+
+with B = 0 at the start, so an untrained head equals the target's own state. How heads learn is `fit`'s matter, how they
+are kept on disk `store`'s, and whether their candidates were right is decided elsewhere.
+
+    S  sequences or positions    K  horizons        C  candidates
+    H  hidden width              F  a head's width  I  what its first layer sees    V  draft vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specroll import noise
+from specroll.budget.calibrate import HitCalibrator
+from specroll.config import HeadsConfig
+from specroll.model.linear import pack
+from specroll.propose.readout import Readout, embed, output_layer
+from specroll.types import Draft, Features, Tree, Verdict
+
+RMS_EPSILON = 1e-6
+
+
+class FutureHeads(nn.Module):
+    """K heads in float32, plus the draft vocabulary that they rank: sorted token ids, or None for all.
+
+    `vocabulary_V` limits what can be proposed, and so the cost of the product with lm_head. It belongs to the heads
+    and is saved with them; it may change at any time, because the trained parameters do not depend on it.
+    """
+
+    vocabulary_V: Tensor | None
+
+    def __init__(self, hidden_size: int, vocab_size: int, config: HeadsConfig | None = None, *, seed: int = 0) -> None:
+        super().__init__()
+        config = config or HeadsConfig()
+        if config.horizons < 1 or config.width_factor < 1:
+            raise ValueError(
+                f"heads need at least one horizon and a width factor of at least 1, got horizons={config.horizons}, "
+                f"width_factor={config.width_factor}; leave the heads out to decode without speculation"
+            )
+        self.config = config
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        inputs = hidden_size * (2 if config.root_conditioned else 1)
+        width = hidden_size * config.width_factor
+        bound = inputs**-0.5
+        first_KFI = torch.empty(config.horizons, width, inputs)
+        first_KFI.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+        self.first_KFI = nn.Parameter(first_KFI)
+        self.second_KHF = nn.Parameter(torch.zeros(config.horizons, hidden_size, width))
+        self.register_buffer("vocabulary_V", None)
+
+    @classmethod
+    def for_model(
+        cls,
+        model: PreTrainedModel,
+        config: HeadsConfig | None = None,
+        *,
+        vocabulary: Tensor | None = None,
+        seed: int = 0,
+    ) -> FutureHeads:
+        """Untrained heads that fit `model`, on its device."""
+        vocab_size, hidden_size = output_layer(model).weight.shape
+        heads = cls(hidden_size, vocab_size, config, seed=seed).to(model.device)
+        heads.use_vocabulary(vocabulary)
+        return heads
+
+    @property
+    def horizons(self) -> int:
+        return self.config.horizons
+
+    @property
+    def trained(self) -> bool:
+        """Whether any head has left its zero start. Asks the device: not for use inside a round."""
+        return bool(self.second_KHF.detach().any())
+
+    def use_vocabulary(self, vocabulary: Tensor | None) -> None:
+        """Propose only tokens of `vocabulary` (any order, repeats allowed); None proposes from all."""
+        if vocabulary is None:
+            self.vocabulary_V = None
+            return
+        vocabulary_V = torch.unique(vocabulary.to(torch.int64))  # sorts as well
+        if vocabulary_V.numel() == 0 or vocabulary_V[0] < 0 or vocabulary_V[-1] >= self.vocab_size:
+            raise ValueError(
+                f"a draft vocabulary needs at least one token, all in [0, {self.vocab_size}); got "
+                f"{vocabulary_V.numel()} tokens. Was it collected with another tokenizer?"
+            )
+        self.vocabulary_V = vocabulary_V.to(self.first_KFI.device)
+
+    def inputs(self, hidden_SH: Tensor, root_embed_SH: Tensor | None) -> Tensor:
+        """What every head's first layer sees, [S, I] float32: normalised, so that no model's scale matters."""
+        normed_SH = rms_norm(hidden_SH.float())
+        if not self.config.root_conditioned:
+            return normed_SH
+        if root_embed_SH is None:
+            raise ValueError("these heads are conditioned on the root: pass its embedding")
+        return torch.cat((normed_SH, rms_norm(root_embed_SH.float())), dim=-1)
+
+    def forward(self, hidden_SH: Tensor, root_embed_SH: Tensor | None = None) -> Tensor:
+        """States z_SKH (float32) that lm_head turns into the horizons' logits.
+
+        `hidden_SH` drew the root; `root_embed_SH` is the root's embedding (unused where not root_conditioned).
+        """
+        inputs_SI = self.inputs(hidden_SH, root_embed_SH)
+        inner_SKF = F.silu(F.linear(inputs_SI, self.first_KFI.flatten(0, 1))).unflatten(-1, (self.horizons, -1))
+        return hidden_SH.float().unsqueeze(1) + torch.einsum("skf,khf->skh", inner_SKF, self.second_KHF)
+
+
+class _Products(NamedTuple):
+    """The heads' layers and the draft rows of lm_head, made ready for one-row products; of one state of the weights."""
+
+    stamp: tuple[int, ...]
+    first: Callable[[Tensor], Tensor]
+    second_K: list[Callable[[Tensor], Tensor]]
+    readout: Callable[[Tensor], Tensor]
+
+
+class HeadsProposer:
+    """The heads as a `types.Proposer`: candidates of all horizons for all sequences at once, with calibrated hits.
+
+    `ranking="noise"` scores a candidate by log q + g, with the noise g that the target's own draw at that position will
+    use; "probability" by log q alone, as does temperature 0. Weights are prepared at the first proposal after they
+    changed; call `refresh` after a policy update that may have moved lm_head, or when the draft vocabulary was changed.
+    """
+
+    name = "heads"
+
+    def __init__(
+        self,
+        heads: FutureHeads,
+        model: PreTrainedModel,
+        *,
+        ranking: Literal["noise", "probability"] = "noise",
+        candidates: int = 16,
+    ) -> None:
+        if ranking not in ("noise", "probability"):
+            raise ValueError(f"ranking must be 'noise' or 'probability', got {ranking!r}")
+        if candidates < 1:
+            raise ValueError(f"a horizon needs at least one candidate, got candidates={candidates}")
+        if (model_sizes := tuple(output_layer(model).weight.shape)) != (heads.vocab_size, heads.hidden_size):
+            raise ValueError(
+                f"these heads are for a vocabulary of {heads.vocab_size} and width {heads.hidden_size}, the model has "
+                f"{model_sizes[0]} and {model_sizes[1]}: fit heads to this model"
+            )
+        self.heads, self.model, self.ranking, self.candidates = heads, model, ranking, candidates
+        self.horizons = heads.horizons
+        self.version = 0
+        self.calibrator = HitCalibrator(self.horizons, trained=heads.trained, device=heads.first_KFI.device)
+        self._readout = Readout.of(model, heads.vocabulary_V)
+        self._products: _Products | None = None
+
+    def refresh(self) -> None:
+        """Take over the model's present lm_head and the heads' present vocabulary and weights: a new version."""
+        self._readout = Readout.of(self.model, self.heads.vocabulary_V)
+        self._products = None
+        self.version += 1
+        self.calibrator.forget()
+
+    @torch.no_grad()
+    def propose(self, features: Features) -> Draft:
+        logits_SKV = self._logits(features)
+        sampling = features.sampling
+        if self.ranking == "noise" and sampling.temperature > 0:
+            logits_SKV = logits_SKV + self._noise(features)
+        score_SKC, index_SKC = logits_SKV.topk(min(self.candidates, logits_SKV.shape[-1]), dim=-1)
+        vocabulary_V = self.heads.vocabulary_V
+        token_SKC = index_SKC if vocabulary_V is None else vocabulary_V[index_SKC]
+        return Draft(token_SKC=token_SKC, score_SKC=score_SKC, hit_SKC=self.calibrator.hit(score_SKC))
+
+    @torch.no_grad()
+    def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
+        self.calibrator.observe(draft, tree, verdict)
+
+    def _logits(self, features: Features) -> Tensor:
+        """FutureHeads.forward and lm_head over prepared weights, float32 [S, K, V]."""
+        products = self._prepared()
+        hidden_SH = features.hidden_SH
+        root_embed_SH = embed(self.model, features.root_S) if self.heads.config.root_conditioned else None
+        inner_SX = F.silu(products.first(self.heads.inputs(hidden_SH, root_embed_SH)))
+        inner_SKF = inner_SX.unflatten(-1, (self.horizons, -1))
+        step_KSH = [product(inner_SKF[:, k]) for k, product in enumerate(products.second_K)]
+        state_SKH = hidden_SH.float().unsqueeze(1) + torch.stack(step_KSH, dim=1)
+        return self._readout.finish(products.readout(state_SKH))
+
+    def _noise(self, features: Features) -> Tensor:
+        """g at the positions that the horizons predict (the root's + 1 .. K), for the draft vocabulary: [S, K, V]."""
+        seed, vocabulary_V = features.sampling.seed, self.heads.vocabulary_V
+        ahead_K = torch.arange(1, self.horizons + 1, device=features.position_S.device)
+        position_SK = features.position_S[:, None] + ahead_K
+        sample_N = features.sample_S[:, None].expand_as(position_SK).flatten()
+        position_N = position_SK.flatten()
+        if vocabulary_V is None:
+            noise_NV = noise.gumbel_all(seed, sample_N, position_N, self.heads.vocab_size)
+        else:
+            noise_NV = noise.gumbel(seed, sample_N, position_N, vocabulary_V)
+        return noise_NV.unflatten(0, position_SK.shape)
+
+    def _prepared(self) -> _Products:
+        first_KFI, second_KHF = self.heads.first_KFI, self.heads.second_KHF
+        stamp = (first_KFI.data_ptr(), first_KFI._version, second_KHF.data_ptr(), second_KHF._version)
+        if self._products is None or self._products.stamp != stamp:
+            dtype = self._readout.row_VH.dtype
+            self._products = _Products(
+                stamp,
+                _product(first_KFI.flatten(0, 1), None, dtype),
+                [_product(second_HF, None, dtype) for second_HF in second_KHF],
+                _product(self._readout.row_VH, self._readout.bias_V, dtype),
+            )
+        return self._products
+
+
+def _product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """float32 -> float32 product with a weight: packed where this CPU gains from it, else in the model's dtype."""
+    packed = pack(weight, bias, exact=False)
+    if packed is not None:
+        return packed
+    weight = weight.detach().to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    return partial(_plain_product, weight=weight, bias=bias)
+
+
+def _plain_product(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x.to(weight.dtype), weight, bias).float()
+
+
+def rms_norm(x_SH: Tensor) -> Tensor:
+    """Root mean square 1 along the last dimension; no parameters."""
+    return F.rms_norm(x_SH, x_SH.shape[-1:], eps=RMS_EPSILON)

@@ -1,0 +1,132 @@
+"""Heads on disk: what comes back is what went in, or an error that says what to do."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specroll.config import HeadsConfig
+from specroll.propose.heads import FutureHeads
+from specroll.propose.store import (
+    MANIFEST,
+    Fingerprint,
+    HeadsFileError,
+    HeadsMismatchError,
+    load_heads,
+    save_heads,
+    write_atomic,
+)
+
+
+def tiny(seed: int = 0, **changes: int | bool) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return tiny()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: LlamaForCausalLM) -> Path:
+    return save_heads(FutureHeads.for_model(model), tmp_path / "made" / "heads", model)
+
+
+@pytest.mark.parametrize("vocabulary", [None, torch.tensor([5, 1, 9])])
+def test_what_is_loaded_is_what_was_saved(
+    tmp_path: Path, model: LlamaForCausalLM, vocabulary: torch.Tensor | None
+) -> None:
+    config = HeadsConfig(horizons=2, root_conditioned=False, width_factor=3)
+    heads = FutureHeads.for_model(model, config, vocabulary=vocabulary, seed=4)
+    with torch.no_grad():
+        heads.second_KHF.normal_()
+    loaded = load_heads(save_heads(heads, tmp_path, model), model)
+    assert loaded.config == config
+    saved, back = heads.state_dict(), loaded.state_dict()
+    assert saved.keys() == back.keys()
+    assert all(torch.equal(saved[name], back[name]) for name in saved)
+    assert vocabulary is None or loaded.vocabulary_V.tolist() == [1, 5, 9]  # type: ignore[union-attr]
+
+
+def test_saving_again_replaces_and_leaves_no_litter(folder: Path, model: LlamaForCausalLM) -> None:
+    save_heads(FutureHeads.for_model(model, seed=9), folder, model)
+    assert len(list(folder.iterdir())) == 2
+    assert torch.equal(load_heads(folder, model).first_KFI, FutureHeads.for_model(model, seed=9).first_KFI)
+
+
+@pytest.mark.parametrize(
+    "other", [tiny(seed=1), tiny(hidden_size=32), tiny(num_hidden_layers=2), tiny(vocab_size=65)], ids=str
+)
+def test_heads_of_another_model_are_refused(folder: Path, other: LlamaForCausalLM) -> None:
+    with pytest.raises(
+        HeadsMismatchError, match=r"(?s)fit another model.*they fit: .*llama with 1 layers.*specroll heads fit"
+    ):
+        load_heads(folder, other)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks transformers by an old name
+def test_the_fingerprint_is_of_the_weights_not_of_precision_or_adapters(folder: Path, model: LlamaForCausalLM) -> None:
+    # Weights that bfloat16 holds come from a checkpoint in bfloat16, loaded in either precision.
+    narrow = tiny().bfloat16()
+    assert Fingerprint.of(narrow) == Fingerprint.of(tiny().bfloat16().float()) == Fingerprint.of(model)
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(tiny(), peft.LoraConfig(target_modules="all-linear", r=2))
+    assert Fingerprint.of(adapted) == Fingerprint.of(model)
+    assert load_heads(folder, adapted).horizons == 4
+
+
+def test_a_tied_lm_head_is_the_embedding() -> None:
+    print_ = Fingerprint.of(tiny(tie_word_embeddings=True))
+    assert print_.lm_head_sha256 == print_.embedding_sha256
+    untied = Fingerprint.of(tiny())
+    assert untied.lm_head_sha256 != untied.embedding_sha256
+
+
+def test_missing_and_damaged_files_are_named(folder: Path, model: LlamaForCausalLM, tmp_path: Path) -> None:
+    with pytest.raises(HeadsFileError, match="no heads in"):
+        load_heads(tmp_path / "nowhere", model)
+    weights = next(folder.glob("*.safetensors"))
+    payload = weights.read_bytes()
+    weights.write_bytes(payload[:-1] + bytes([payload[-1] ^ 1]))
+    with pytest.raises(HeadsFileError, match="SHA-256"):
+        load_heads(folder, model)
+    weights.unlink()
+    with pytest.raises(HeadsFileError, match="missing"):
+        load_heads(folder, model)
+    manifest = (folder / MANIFEST).read_text()
+    for broken, said in (
+        ("{", "damaged"),
+        ("[]", "format"),
+        ('{"format": 99}', "format 99"),
+        ('{"format": 1}', "damaged"),
+    ):
+        (folder / MANIFEST).write_text(broken)
+        with pytest.raises(HeadsFileError, match=said):
+            load_heads(folder, model)
+    (folder / MANIFEST).write_text(manifest.replace('"horizons": 4', '"horizons": 3'))
+    weights.write_bytes(payload)
+    with pytest.raises(HeadsFileError, match="does not hold what"):
+        load_heads(folder, model)
+
+
+def test_a_crash_while_saving_leaves_the_old_heads(
+    folder: Path, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(path: Path, payload: bytes) -> None:
+        if path.name == MANIFEST:
+            raise KeyboardInterrupt
+        write_atomic(path, payload)
+
+    monkeypatch.setattr("specroll.propose.store.write_atomic", crash)
+    with pytest.raises(KeyboardInterrupt):
+        save_heads(FutureHeads.for_model(model, seed=9), folder, model)
+    assert torch.equal(load_heads(folder, model).first_KFI, FutureHeads.for_model(model).first_KFI)
