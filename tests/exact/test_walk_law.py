@@ -1,8 +1,8 @@
 """The walk emits the target's law, whatever the tree: toy target, exact joint laws, and planted bugs that must be seen.
 
 The target is a Markov chain over four tokens, one of which ends the sequence. Every sequence of a large batch emits
-three tokens through as many rounds as it needs. One checker, `worst_distance`, compares what came out with the exact law:
-the joint law of the three tokens (padded behind the end), and that of the first tokens of two members of a group.
+three tokens through as many rounds as it needs. One checker, `worst_distance`, compares what came out with the exact
+law: that of the three tokens (padded behind the end), and that of the first tokens of two members of a group.
 """
 
 from __future__ import annotations

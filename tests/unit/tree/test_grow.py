@@ -25,7 +25,7 @@ def make_draft(hit_SKC: torch.Tensor, vocab_size: int = 1000, seed: int = 0) -> 
 def heap_scores(hit_KC: list[list[float]], nodes: int) -> list[float]:
     """The textbook queue: take the best path, push its extensions."""
     clamped = [[min(max(0.0 if math.isnan(h) else h, 1e-6), 1 - 1e-4) for h in row] for row in hit_KC]
-    queue = [(-h, (c,)) for c, h in enumerate(clamped[0])]
+    queue: list[tuple[float, tuple[int, ...]]] = [(-h, (c,)) for c, h in enumerate(clamped[0])]
     heapq.heapify(queue)
     scores = []
     while queue and len(scores) < nodes:

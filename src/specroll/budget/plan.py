@@ -1,0 +1,190 @@
+"""How many nodes a round verifies per sequence: as many as pay, now, at this concurrency.
+
+The published rule is N_t = clip(C_hw / S_t, ..): fill the rows that the device verifies nearly free. It knows the price
+of a node and not its worth, so it verifies nodes of a proposer that never hits, and a tenth candidate as gladly as a
+first. Here that rule is the upper bound (`Planner.paper_nodes`), and below it the number is taken that maximises tokens
+per second,
+
+    S * (1 + accepted(n)) / (T_propose(S) + T(S * (1 + n)))      against plain decoding's   S / T(S),
+
+with T measured (surface.py) and accepted(n) = trust * (gain_1 + .. + gain_n): what the proposer's hit probabilities
+promise, times the share of its promises that came true lately. Acceptance does not depend on S and cost does, so what
+was learned with many running sequences serves when few are left: speculation starts when it begins to pay.
+For the bound to cost no speed, C_hw is the knee of the cost per row (`LatencyCurve.capacity`): past it further rows
+cost nearly their full price, and only near-certain nodes could pay it.
+
+When nothing pays, the proposer is not called, and a round is a plain one. Now and then a small round probes whether
+that has changed; failed probes grow rarer, and a probe that paid is repeated at once. What probes and misplaced trust have
+cost is booked as debt, which plain rounds pay off at 2 % of their time, and no probe is made before it is paid.
+
+Plain numbers on the host; nothing here touches a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specroll.budget.surface import LatencyCurve
+from specroll.config import BudgetConfig
+
+_START_ABOVE, _STOP_BELOW = 1.03, 1.0  # predicted speed over plain decoding: the gap keeps it from fluttering
+_PRIOR_GAIN = 0.3  # first node's hit probability before anything is known: modest, as of weak heads
+_HOPED_GAIN = 0.6  # the same for a good proposer: where even this would not pay, a probe could change nothing
+_UNKNOWN_NODES = 4  # most nodes of a round while little is known, and of a probe
+_KNOWN_AFTER = 8  # observed sequence-rounds
+_MEMORY = 48.0  # sequence-rounds after which an observation counts 1/e ..
+_LEAST_KEPT = 0.75  # .. but one round never displaces more than a quarter: its sequences are not independent
+_STALE_AFTER = 64.0  # plain rounds after which what was learned counts 1/e ..
+_LEAST_EVIDENCE = 4.0  # .. down to this weight, so that one unlucky round does not decide alone
+_MOST_TRUST = 4.0
+_PROBE_SHARE = 0.02
+_PROBE_EVERY, _PROBE_EVERY_MOST = 16, 256
+
+
+@dataclass(slots=True)
+class _Average:
+    """A weighted mean whose past fades."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float, weight: float, keep: float) -> None:
+        self.total = self.total * keep + value
+        self.weight = self.weight * keep + weight
+
+    def fade(self, keep: float, least: float) -> None:
+        """Scale the evidence by `keep`, but not below the weight `least`; the mean stays."""
+        if self.weight > least:
+            self.add(0.0, 0.0, max(keep, least / self.weight))
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.weight
+
+
+class Planner:
+    """Chooses each round's nodes from a latency curve and from what the proposer's promises turned out to be worth.
+
+    One planner belongs to one proposer, and outlives rollouts. Per round: `nodes(S)` once, then `observe(..)`, for
+    plain rounds too.
+    """
+
+    def __init__(
+        self, config: BudgetConfig, curve: LatencyCurve | None, propose_seconds: float | Callable[[int], float]
+    ) -> None:
+        """`propose_seconds`: what proposing and growing add to a round; one number, or a function of S.
+
+        Raises ValueError without a curve, unless `config.fixed_nodes` makes planning unnecessary.
+        """
+        if curve is None and config.fixed_nodes is None:
+            raise ValueError("a planner needs a measured latency curve: measure one, or set fixed_nodes")
+        self._fixed, self._max_nodes = config.fixed_nodes, config.max_nodes
+        self._curve = curve
+        self._propose = propose_seconds if callable(propose_seconds) else lambda running: propose_seconds
+        self._capacity = curve.capacity() if curve is not None else 0
+        self._sizes = _sizes(config.max_nodes)
+        # Promised and kept: the mean of `_trust` is accepted tokens per promised one. The prior is worth two.
+        self._trust = _Average(2.0, 2.0)
+        self._gains: list[_Average] = []
+        self._seen = 0
+        self._speculating, self._turns = False, 0  # rounds since it was switched on
+        self._debt = 0.0
+        self._probe_every, self._plain_rounds = _PROBE_EVERY, _PROBE_EVERY
+
+    def paper_nodes(self, running: int) -> int:
+        """The published concurrency rule, clip(C_hw / S, 0, max_nodes): the bound under which `nodes` chooses."""
+        return min(self._capacity // running, self._max_nodes)
+
+    def nodes(self, running: int) -> int:
+        """Nodes per sequence for the coming round of `running` sequences; 0 is a plain round."""
+        if self._fixed is not None:
+            return self._fixed
+        most = self._max_nodes if self._seen >= _KNOWN_AFTER else _UNKNOWN_NODES
+        best, speed = self._best(running, self._expected_gain, most)
+        if not self._speculating and speed > _START_ABOVE:
+            self._speculating, self._turns = True, 0
+        elif self._speculating and speed < _STOP_BELOW:
+            self._speculating, self._plain_rounds = False, 0
+            if self._turns >= _MEMORY:  # it was worth something for long: look again soon
+                self._probe_every = _PROBE_EVERY
+        return best if self._speculating else self._probe(running)
+
+    def observe(self, running: int, gain: Sequence[float] | None, accepted: int, proposed: int) -> None:
+        """Learn from a finished round.
+
+        Args:
+            running: sequences of the round.
+            gain: mean path probability of each further node (`Grown.gain_SN` averaged over S); None for a plain round.
+            accepted: accepted nodes, all sequences together.
+            proposed: verified nodes, all sequences together.
+        """
+        if self._curve is None or self._fixed is not None:
+            return
+        plain_seconds = self._curve(running)
+        if not gain or not proposed:
+            self._plain_rounds += 1
+            self._debt = max(0.0, self._debt - _PROBE_SHARE * plain_seconds)
+            for average in (self._trust, *self._gains):
+                average.fade(math.exp(-1 / _STALE_AFTER), _LEAST_EVIDENCE)
+            return
+        lost = self._propose(running) + self._curve(running + proposed) - plain_seconds * (1 + accepted / running)
+        self._debt = max(0.0, self._debt + lost)
+        self._learn(running, gain, accepted)
+        self._turns += 1
+        if not self._speculating:  # it was a probe: one that paid is repeated at once, others ever more rarely
+            paid = lost < 0
+            self._probe_every = _PROBE_EVERY if paid else min(2 * self._probe_every, _PROBE_EVERY_MOST)
+            self._plain_rounds = self._probe_every if paid else 0
+
+    def refreshed(self) -> None:
+        """The proposer has been trained: what is known of it counts little now, and a probe may follow at once."""
+        self._probe_every = self._plain_rounds = _PROBE_EVERY
+        for average in (self._trust, *self._gains):
+            average.fade(0.0, 1.0)
+
+    def _learn(self, running: int, gain: Sequence[float], accepted: int) -> None:
+        keep = max(math.exp(-running / _MEMORY), _LEAST_KEPT)
+        self._seen += running
+        self._trust.add(accepted, running * sum(gain), keep)
+        self._gains += [_Average() for _ in range(len(gain) - len(self._gains))]
+        for average, value in zip(self._gains, gain, strict=False):
+            average.add(running * value, running, keep)
+
+    def _probe(self, running: int) -> int:
+        if self._plain_rounds < self._probe_every or self._debt > 0:
+            return 0
+        best, speed = self._best(running, lambda i: _HOPED_GAIN / i, _UNKNOWN_NODES)
+        return best if speed > _START_ABOVE else 0
+
+    def _best(self, running: int, gain: Callable[[int], float], most: int) -> tuple[int, float]:
+        """The size of most tokens per second, and its speed over plain decoding; `gain(i)` is the i-th node's."""
+        assert self._curve is not None
+        most = min(most, self.paper_nodes(running))
+        plain_seconds = self._curve(running)
+        best, speed = 0, 0.0
+        accepted, counted = 0.0, 0
+        for size in self._sizes:
+            if size > most:
+                break
+            accepted += sum(gain(i) for i in range(counted + 1, size + 1))
+            counted = size
+            seconds = self._propose(running) + self._curve(running * (1 + size))
+            if (1 + accepted) * plain_seconds / seconds > speed:
+                best, speed = size, (1 + accepted) * plain_seconds / seconds
+        return best, speed
+
+    def _expected_gain(self, index: int) -> float:
+        """Expected accepted tokens of the index-th node. Beyond what was seen, gains fall as 1/index (as measured)."""
+        known = len(self._gains)
+        if known == 0:
+            return _PRIOR_GAIN / index
+        gain = self._gains[index - 1].mean if index <= known else self._gains[-1].mean * known / index
+        return min(self._trust.mean, _MOST_TRUST) * gain
+
+
+def _sizes(max_nodes: int) -> list[int]:
+    """Trees to choose among: 1, 2, 3, 4, 6, 8, 12, 16, .. up to `max_nodes`, which is one of them."""
+    sizes = {size for k in range(max_nodes.bit_length() + 1) for size in (1 << k, 3 << k) if size <= max_nodes}
+    return sorted(sizes | {max_nodes} if max_nodes else sizes)
