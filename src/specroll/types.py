@@ -11,7 +11,6 @@ Shape legend, used as suffixes everywhere in the package:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -164,17 +163,6 @@ class RoundStats:
     accepted_by_depth: list[int] = field(default_factory=list)
     proposed_by_depth: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-class Target(Protocol):
-    """The policy, seen by the engine."""
-
-    vocab_size: int
-    hidden_size: int
-
-    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> TargetOutput: ...
-
-    def forward_tree(self, tree: Tree, length_S: Tensor) -> TargetOutput: ...
 
 
 class Proposer(Protocol):

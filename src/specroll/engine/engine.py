@@ -151,9 +151,9 @@ class Engine:
             return None
         if self._planner is None or self._planner[0] is not self.proposer:
             if self.budget.fixed_nodes is not None:
-                planner = Planner(self.budget, None, 0.0)
+                planner = Planner(self.budget, None, 0.0)  # nothing to plan
             else:
-                curve = latency_curve(self.target, sampling, self.config.max_running)
+                curve = latency_curve(self.target, sampling)
                 planner = Planner(self.budget, curve, propose_seconds(self.target, self.proposer, sampling))
             self._planner = (self.proposer, planner)
         return self._planner[1]

@@ -119,11 +119,11 @@ class Scheduler:
 
     def retire(self, finished: set[int]) -> list[tuple[int, int]]:
         """Drop the rows in these slots and close the holes; returns the moves (source slot, target slot) to make."""
-        moves = []
-        for hole in sorted(finished, reverse=True):
-            last = len(self.running) - 1
-            if hole != last:  # every finished slot above `hole` is gone already, so the last one still runs
-                self.running[hole] = self.running[last]
-                moves.append((last, hole))
-            self.running.pop()
+        kept = len(self.running) - len(finished)
+        holes = sorted(slot for slot in finished if slot < kept)
+        movers = [slot for slot in range(kept, len(self.running)) if slot not in finished]
+        moves = list(zip(movers, holes, strict=True))
+        for source, target in moves:
+            self.running[target] = self.running[source]
+        del self.running[kept:]
         return moves

@@ -27,7 +27,7 @@ def packing_pays() -> bool:
     """Whether this CPU lacks bfloat16 units while PyTorch has FBGEMM's packed product for it."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False
-    return "fbgemm" in torch.backends.quantized.supported_engines and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "fbgemm" in torch.backends.quantized.supported_engines and not torch.cpu._is_avx512_bf16_supported()
 
 
 def pack(weight: Tensor, bias: Tensor | None = None, *, exact: bool = True) -> Product | None:
@@ -68,6 +68,11 @@ class PackedLinears:
             known = (stamp, pack(weight, linear.bias))
             self._packed[linear] = known
         return known[1]
+
+    @property
+    def count(self) -> int:
+        """Layers that have a pack (0 before the first rollout)."""
+        return sum(product is not None for _, product in self._packed.values())
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

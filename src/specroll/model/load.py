@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -47,15 +48,23 @@ def load_model(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     resolved = _dtype(dtype, place)
     source = str(default.prepare()) if name in (None, default.NAME) else _checked_name(name)
-    _refuse_other_than_causal(_read(AutoConfig, source), source)
-    model, report = _read(AutoModelForCausalLM, source, dtype=resolved, use_safetensors=True, output_loading_info=True)
-    broken = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    _refuse_other_than_causal(_read(AutoConfig, "configuration", source), source)
+    model, report = _read(
+        AutoModelForCausalLM,
+        "weights",
+        source,
+        dtype=resolved,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # and refused just below, with the names
+        output_loading_info=True,
+    )
+    broken = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
     if broken:
         raise ValueError(
             f"the weights of {source!r} do not fill the model: {len(broken)} tensors are missing or of another shape "
             f"({', '.join(broken[:3])}). Is it a checkpoint of a causal language model, wholly copied?"
         )
-    tokenizer = _read(AutoTokenizer, source)
+    tokenizer = _read(AutoTokenizer, "tokenizer", source)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.eval().to(place), tokenizer
@@ -102,21 +111,31 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _read(loader: Any, source: str, **options: Any) -> Any:
+def _read(loader: Any, part: str, source: str, **options: Any) -> Any:
     """`loader.from_pretrained(source)`, its errors put in words that say what to do."""
     try:
         return loader.from_pretrained(source, trust_remote_code=False, **options)
-    except (OSError, ValueError) as error:
-        cause = error.__cause__
-        if isinstance(cause, GatedRepoError):
-            why = "access to it must be granted on the hub first; then log in with `hf auth login`"
-        elif isinstance(cause, RepositoryNotFoundError):
-            why = "neither a local folder nor the hub has it. Check the spelling; for a private one, `hf auth login`"
-        elif "trust_remote_code" in str(error):
-            why = "it needs code of its own, which is never run. Use a model that the installed transformers knows"
-        else:
-            why = str(error).strip().splitlines()[0]
-        raise ValueError(f"cannot load {source!r}: {why}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"cannot load the {part} of {source!r}: {_reason(error, part)}") from error
+
+
+def _reason(error: Exception, part: str) -> str:
+    cause = error.__cause__
+    if isinstance(error, SafetensorError):
+        return f"a *.safetensors file is damaged ({error}). Copy or download it again"
+    if isinstance(cause, GatedRepoError):
+        return "access to it must be granted on the hub first; then log in with `hf auth login`"
+    if isinstance(cause, RepositoryNotFoundError):
+        return "neither a local folder nor the hub has it. Check the spelling; if it is private, `hf auth login`"
+    if isinstance(cause, LocalEntryNotFoundError):
+        return (
+            "it is no local folder, the hub cannot be reached, and it was not downloaded before. Check the name and the "
+            "network (HF_HUB_OFFLINE switches the hub off)"
+        )
+    if "trust_remote_code" in str(error):
+        return "it needs code of its own, which is never run. Use a model that the installed transformers knows"
+    first_line = str(error).strip().splitlines()[0].rstrip(" :")
+    return f"{first_line}. Are the tokenizer's files there?" if part == "tokenizer" else first_line
 
 
 def _refuse_other_than_causal(config: Any, source: str) -> None:

@@ -90,6 +90,12 @@ class HFTarget:
         dtype: Any = self.causal.dtype
         return CacheShape(c.num_hidden_layers, heads, width, dtype, self.device)
 
+    @property
+    def cost_signature(self) -> str:
+        """What tells two policies of one architecture apart in cost: packed layers, and layers in all (adapters)."""
+        layers = sum(1 for m in self.model.modules() if isinstance(m, nn.Linear))
+        return f"{self._packed.count} of {layers} linear layers packed"
+
     @contextmanager
     def rolling_out(self) -> Iterator[None]:
         """Evaluation mode, no gradients, our attention: for the length of a rollout, then everything as it was."""
