@@ -14,8 +14,8 @@ For the bound to cost no speed, C_hw is the knee of the cost per row (`LatencyCu
 cost nearly their full price, and only near-certain nodes could pay it.
 
 When nothing pays, the proposer is not called, and a round is a plain one. Now and then a small round probes whether
-that has changed; failed probes grow rarer, and a probe that paid is repeated at once. What probes and misplaced trust have
-cost is booked as debt, which plain rounds pay off at 2 % of their time, and no probe is made before it is paid.
+that has changed; failed probes grow rarer, and a probe that paid is repeated at once. What probes and misplaced trust
+have cost is booked as debt, which plain rounds pay off at 2 % of their time, and no probe is made before it is paid.
 
 Plain numbers on the host; nothing here touches a tensor.
 """

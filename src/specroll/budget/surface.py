@@ -20,6 +20,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+_FORESIGHT = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveKey:
@@ -74,12 +76,14 @@ class LatencyCurve:
         """C_hw: the rows that one pass takes before further rows cost (nearly) their full price.
 
         A row is cheap while it shares the price of reading the weights, that is while seconds *per row* still fall.
-        This is the knee: the fewest rows whose cost per row is within `tolerance` of the least that was measured. (The
-        other usual reading, rows that cost at most so much more than one row, forbids rows that are half free and pay.)
+        This is the knee: the fewest rows whose cost per row is within `tolerance` of the price of one more row among
+        many. (The other usual reading, rows that together cost at most so much more than one row, forbids rows that are
+        half free and pay.) At most 8 times the measured rows, as no measurement speaks for more.
         """
-        least = min(seconds / rows for rows, seconds in zip(self.rows, self.seconds, strict=True))
-        limit = (1 + tolerance) * least
-        return next(rows for rows in range(1, self.rows[-1] + 1) if self(rows) / rows <= limit)
+        cheapest = min(seconds / rows for rows, seconds in zip(self.rows, self.seconds, strict=True))
+        limit = (1 + tolerance) * min(cheapest, self._last_slope())
+        most = _FORESIGHT * self.rows[-1]
+        return next((rows for rows in range(1, most) if self(rows) / rows <= limit), most)
 
 
 def row_grid(max_rows: int) -> list[int]:

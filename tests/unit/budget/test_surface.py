@@ -61,8 +61,10 @@ def test_capacity_is_the_knee_of_the_cost_per_row() -> None:
     memory_bound = LatencyCurve(grid, tuple(max(0.01, 0.01 * n / 256) for n in grid))
     assert 200 <= memory_bound.capacity() <= 256
     mixed = LatencyCurve(grid, tuple(0.01 + 0.001 * n for n in grid))
-    assert 40 <= mixed.capacity() <= 55  # 10 / n <= 0.2, or nearly: the least measured cost is a little above the limit
-    assert mixed.capacity(tolerance=1.0) < 12
+    assert mixed.capacity() in (50, 51)  # from where 0.01 / n is within 0.2 of 0.001
+    assert LatencyCurve(grid[:6], mixed.seconds[:6]).capacity() in (50, 51)  # whether it was measured so far or not
+    assert mixed.capacity(tolerance=1.0) in (10, 11)
+    assert LatencyCurve(grid[:6], (0.01,) * 6).capacity() == 8 * 17  # rows seem free, but that was not looked at
     assert LatencyCurve(grid, tuple(0.001 * n for n in grid)).capacity() == 1
     assert LatencyCurve((1,), (0.1,)).capacity() == 1
 
