@@ -13,14 +13,18 @@ Speed comes from three facts, none of which changes a result:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specroll import noise
 from specroll.types import Draws, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessor
 
 _BLOCK = 64  # tokens per block
 _BOUND_BLOCKS = 64  # blocks whose maxima may bound a top-p set
@@ -276,3 +280,101 @@ def _merge(laws: Sequence[Law]) -> Law:
         stack([law.logp_raw_NC for law in laws], -torch.inf),
         torch.cat([law.kept_mass_N for law in laws]),
     )
+
+
+# Settings of transformers that change the law in ways that this one has not, and the values at which they do nothing.
+_REFUSED: dict[str, tuple[object, ...]] = {
+    "bad_words_ids": (None,),
+    "begin_suppress_tokens": (None,),
+    "constraints": (None,),
+    "diversity_penalty": (None, 0),
+    "dola_layers": (None,),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "encoder_repetition_penalty": (None, 1),
+    "epsilon_cutoff": (None, 0),
+    "eta_cutoff": (None, 0),
+    "exponential_decay_length_penalty": (None,),
+    "force_words_ids": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "guidance_scale": (None, 1),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "no_repeat_ngram_size": (None, 0),
+    "num_beam_groups": (None, 1),
+    "num_beams": (None, 1),
+    "penalty_alpha": (None, 0),
+    "remove_invalid_values": (None, False),
+    "repetition_penalty": (None, 1),
+    "sequence_bias": (None,),
+    "suppress_tokens": (None,),
+    "token_healing": (None, False),
+    "top_h": (None,),
+    "typical_p": (None, 1),
+    "watermarking_config": (None,),
+}
+_TOP_K_UNSET = 50  # what transformers' generate() takes an unset top_k for
+
+
+def sampling_from_generation_config(
+    generation_config: GenerationConfig, logits_processor: Iterable[LogitsProcessor] | None = None, *, seed: int = 0
+) -> SamplingParams:
+    """The law that transformers' `generate` would sample from with this configuration (`do_sample=False` is greedy).
+
+    Settings left unset (None) mean what `generate` takes them for; mind that for `top_k` this is 50. `logits_processor`
+    may hold the warpers that `generate` itself builds from the configuration, in its order, and nothing else.
+
+    Raises:
+        ValueError: names the setting or processor that cannot be applied exactly here.
+    """
+    for name, neutral in _REFUSED.items():
+        value = getattr(generation_config, name, None)
+        if value not in neutral:
+            raise ValueError(
+                f"generation setting {name}={value!r} is not supported: only temperature, top_k, top_p and min_p can be "
+                f"applied exactly while speculating; unset it ({name}={neutral[-1]!r}) or use transformers' generate"
+            )
+    sampling = SamplingParams(temperature=0.0, seed=seed)
+    if generation_config.do_sample:
+        config = generation_config
+        sampling = SamplingParams(
+            temperature=1.0 if config.temperature is None else config.temperature,
+            top_k=_TOP_K_UNSET if config.top_k is None else config.top_k,
+            top_p=1.0 if config.top_p is None else config.top_p,
+            min_p=0.0 if config.min_p is None else config.min_p,
+            seed=seed,
+        )
+    _check_processors(sampling, list(logits_processor or []))
+    return sampling
+
+
+def _check_processors(sampling: SamplingParams, processors: list[LogitsProcessor]) -> None:
+    """Accept the four warpers in transformers' order with the values of `sampling`; refuse all else by name."""
+    from transformers.generation import logits_process as hf
+
+    settings = {
+        hf.TemperatureLogitsWarper: "temperature",
+        hf.TopKLogitsWarper: "top_k",
+        hf.TopPLogitsWarper: "top_p",
+        hf.MinPLogitsWarper: "min_p",
+    }
+    order = list(settings)
+    last = -1
+    for processor in processors:
+        kind, name = type(processor), type(processor).__name__
+        if kind is hf.LogitNormalization:
+            continue  # the law is normalised anyway
+        if kind not in settings:
+            raise ValueError(
+                f"logits processor {name} is not supported: a processor may look at the whole prefix, which differs from "
+                "node to node of a tree; remove it, or use transformers' generate"
+            )
+        value = getattr(processor, settings[kind])
+        unlike = sampling.temperature == 0 or value != getattr(sampling, settings[kind])
+        unlike |= getattr(processor, "min_tokens_to_keep", 1) != 1 or order.index(kind) <= last
+        if unlike:
+            raise ValueError(
+                f"logits processor {name}({settings[kind]}={value}) does not follow from the generation settings "
+                f"({sampling}): set {settings[kind]} there, with do_sample=True, and pass no warpers of your own"
+            )
+        last = order.index(kind)
