@@ -1,0 +1,1 @@
+"""Benchmarks: rivals interleaved in one process, compared by ratios, written as JSON."""

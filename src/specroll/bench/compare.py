@@ -1,0 +1,57 @@
+"""Interleaved timing and the ratios that come of it. Knows nothing of models: a system is a function that reports tokens."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+System = Callable[[int], int]
+"""Runs repeat number i and returns how many tokens it made."""
+
+
+@dataclass(slots=True)
+class Rates:
+    """Tokens per second of one system, one figure per repeat."""
+
+    tokens_per_second: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.tokens_per_second)
+
+    def summary(self) -> dict[str, float]:
+        rates = self.tokens_per_second
+        return {"median": self.median, "min": min(rates), "max": max(rates), "repeats": len(rates)}
+
+
+def interleave(
+    systems: Mapping[str, System], repeats: int, warm_up: int = 1, on_run: Callable[[str, float], None] | None = None
+) -> dict[str, Rates]:
+    """Time every system once per repeat, in turn and each time in another order, after `warm_up` uncounted repeats.
+
+    Repeat numbers below zero are warm-up. `on_run(name, tokens_per_second)` follows along.
+    """
+    rates = {name: Rates() for name in systems}
+    for repeat in range(-warm_up, repeats):
+        order = list(systems)
+        shift = repeat % len(order)
+        for name in order[shift:] + order[:shift]:
+            started = time.perf_counter()
+            tokens = systems[name](repeat)
+            rate = tokens / (time.perf_counter() - started)
+            if repeat >= 0:
+                rates[name].tokens_per_second.append(rate)
+            if on_run is not None:
+                on_run(name, rate)
+    return rates
+
+
+def ratio(rates: Mapping[str, Rates], over: str, under: str) -> dict[str, float] | None:
+    """Median of the repeats' own ratios (neighbours in time, so a slow moment touches both), with their spread."""
+    if over not in rates or under not in rates:
+        return None
+    pairs = zip(rates[over].tokens_per_second, rates[under].tokens_per_second, strict=True)
+    ratios = [a / b for a, b in pairs]
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}

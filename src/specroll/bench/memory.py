@@ -1,0 +1,54 @@
+"""Peak memory of one rollout, in a process of its own: `python -m specroll.bench.memory SETTINGS.json` prints bytes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def peak_bytes(settings: dict[str, Any]) -> int:
+    """Peak resident memory of the rollout that `settings` describe (model, heads or None, dtype, prompts, group, tokens, nodes)."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(settings, file)
+        file.flush()
+        done = subprocess.run(
+            [sys.executable, "-m", "specroll.bench.memory", file.name], capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        raise RuntimeError(f"the memory measurement failed:\n{done.stderr[-2000:]}")
+    return int(done.stdout.split()[-1])
+
+
+def main(path: Path) -> None:
+    import torch
+
+    from specroll.config import BudgetConfig, EngineConfig
+    from specroll.engine import Engine
+    from specroll.model.load import load_model
+    from specroll.propose.heads import HeadsProposer
+    from specroll.propose.store import load_heads
+    from specroll.types import Request, SamplingParams
+
+    settings = json.loads(path.read_text())
+    torch.set_num_threads(settings["threads"])
+    model, tokenizer = load_model(settings["model"], dtype=settings["dtype"])
+    heads = settings["heads"]
+    proposer = HeadsProposer(load_heads(heads, model), model) if heads else None
+    engine = Engine(
+        model, tokenizer, proposer=proposer, config=EngineConfig(max_running=64),
+        budget=BudgetConfig(fixed_nodes=settings["nodes"] if proposer else None),
+    )  # fmt: skip
+    rows = [tuple(p) for p in settings["prompts"] for _ in range(settings["group"])]
+    requests = [Request(prompt_ids=p, sample=i, max_new_tokens=settings["tokens"]) for i, p in enumerate(rows)]
+    engine.generate(requests, SamplingParams(top_p=0.95))
+    scale = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is bytes on macOS, KiB on Linux
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,171 @@
+"""`specroll bench rollout`: transformers' generate, our plain loop, and our speculative engine on the same work.
+
+Two kinds of cells. "Running R": R sequences decode the same fixed number of tokens (no EOS), so R stay running throughout.
+"P x G": P prompts with G responses each, to the last row, with EOS. Every system gets the same model, prompts and law.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from specroll.bench.compare import Rates, System, interleave, ratio
+from specroll.config import BudgetConfig, EngineConfig
+from specroll.engine import Engine, Rollout
+from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.types import Request, SamplingParams
+
+Prompts = Sequence[tuple[int, ...]]
+PAIRS = (("plain", "hf"), ("spec", "plain"), ("spec", "hf"), ("untrained", "plain"))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One measurement: `prompts` distinct ones, `group` responses each, up to `tokens` new tokens; EOS ends a response or not."""
+
+    name: str
+    prompts: int
+    group: int
+    tokens: int
+    ends: bool
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.group
+
+
+def running_cell(running: int, tokens: int) -> Cell:
+    group = min(running, 8)
+    return Cell(str(running), running // group, group, tokens, ends=False)
+
+
+def batch_cell(name: str, tokens: int) -> Cell:
+    """"8x8" is 8 prompts x 8 responses."""
+    prompts, _, group = name.partition("x")
+    if not (prompts.isdigit() and group.isdigit() and int(prompts) and int(group)):
+        raise ValueError(f"a batch is PROMPTSxRESPONSES, such as 8x8; got {name!r}")
+    return Cell(name, int(prompts), int(group), tokens, ends=True)
+
+
+class Bench:
+    """The systems under test, sharing one model."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, heads: FutureHeads | None, max_nodes: int
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=0)
+        self.engines = {"plain": Engine(model, tokenizer, config=EngineConfig(max_running=64))}
+        proposers = {"untrained": FutureHeads.for_model(model)}
+        if heads is not None:
+            proposers["spec"] = heads
+        for name, proposed in proposers.items():
+            self.engines[name] = Engine(
+                model, tokenizer, proposer=HeadsProposer(proposed, model),
+                config=EngineConfig(max_running=64), budget=BudgetConfig(max_nodes=max_nodes),
+            )  # fmt: skip
+        self.last: dict[str, Rollout] = {}
+
+    def run(
+        self, cell: Cell, prompts: Prompts, systems: Sequence[str], repeats: int, on_run: Callable[[str, float], None]
+    ) -> dict[str, Rates]:
+        made = {name: self._hf(cell, prompts) if name == "hf" else self._ours(name, cell, prompts) for name in systems}
+        return interleave(made, repeats, on_run=on_run)
+
+    def _chosen(self, cell: Cell, prompts: Prompts, repeat: int) -> list[tuple[int, ...]]:
+        """The cell's rows in repeat `repeat`: other prompts each time, the same for every system."""
+        start = (repeat + 1) * cell.prompts
+        return [prompts[(start + i) % len(prompts)] for i in range(cell.prompts) for _ in range(cell.group)]
+
+    def _ours(self, name: str, cell: Cell, prompts: Prompts) -> System:
+        engine = self.engines[name]
+        eos_ids = engine.eos_ids
+
+        def run(repeat: int) -> int:
+            rows = self._chosen(cell, prompts, repeat)
+            requests = [
+                Request(prompt_ids=p, sample=(repeat + 1) * cell.rows + i, max_new_tokens=cell.tokens)
+                for i, p in enumerate(rows)
+            ]
+            engine.eos_ids = eos_ids if cell.ends else frozenset()
+            try:
+                self.last[name] = engine.generate(requests, self.sampling)
+            finally:
+                engine.eos_ids = eos_ids
+            return self.last[name].tokens
+
+        return run
+
+    def _hf(self, cell: Cell, prompts: Prompts) -> System:
+        """As TRL calls it: one left-padded batch, sampling, until every row has ended."""
+        eos_ids = sorted(self.engines["plain"].eos_ids)
+        pad = self.tokenizer.pad_token_id or 0
+        config = GenerationConfig(
+            do_sample=True, temperature=self.sampling.temperature, top_p=self.sampling.top_p, top_k=0,
+            max_new_tokens=cell.tokens, eos_token_id=eos_ids if cell.ends else None, pad_token_id=pad,
+        )  # fmt: skip
+
+        def run(repeat: int) -> int:
+            torch.manual_seed(repeat)
+            rows = self._chosen(cell, prompts, repeat)
+            longest = max(map(len, rows))
+            ids = torch.tensor([[pad] * (longest - len(r)) + list(r) for r in rows], device=self.model.device)
+            mask = torch.tensor([[0] * (longest - len(r)) + [1] * len(r) for r in rows], device=self.model.device)
+            with torch.no_grad():
+                out = self.model.generate(
+                    input_ids=ids, attention_mask=mask, generation_config=config, disable_compile=True
+                )
+            return _count(out[:, longest:].tolist(), set(eos_ids) if cell.ends else set())
+
+        return run
+
+
+def _count(rows: list[list[int]], eos_ids: set[int]) -> int:
+    """Tokens up to and including each row's EOS."""
+    return sum(next((i for i, token in enumerate(row, 1) if token in eos_ids), len(row)) for row in rows)
+
+
+def report(cell: Cell, rates: dict[str, Rates], last: dict[str, Rollout]) -> dict[str, Any]:
+    """Everything measured in one cell."""
+    ours = {name: last[name] for name in rates if name in last}
+    return {
+        "rows": cell.rows,
+        "tokens": cell.tokens,
+        "tokens_per_second": {name: r.summary() for name, r in rates.items()},
+        "tokens_per_round": {name: rollout.tokens_per_round for name, rollout in ours.items()},
+        "acceptance": {name: rollout.acceptance for name, rollout in ours.items()},
+        "nodes_per_row": {name: _nodes(rollout) for name, rollout in ours.items()},
+        "stage_seconds": {name: stage_seconds(rollout) for name, rollout in ours.items()},
+        **{f"{a}_over_{b}": found for a, b in PAIRS if (found := ratio(rates, a, b)) is not None},
+    }
+
+
+def _nodes(rollout: Rollout) -> float:
+    turns = sum(r.running for r in rollout.rounds)
+    return sum(r.proposed for r in rollout.rounds) / turns if turns else 0.0
+
+
+def stage_seconds(rollout: Rollout) -> dict[str, float]:
+    """Seconds by stage, over the whole rollout."""
+    stages: dict[str, float] = {}
+    for r in rollout.rounds:
+        for stage, seconds in r.seconds.items():
+            stages[stage] = stages.get(stage, 0.0) + seconds
+    return stages
+
+
+def machine(model: PreTrainedModel) -> dict[str, Any]:
+    """What the figures hold for."""
+    return {
+        "device": str(model.device),
+        "processor": platform.processor() or platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+    }
