@@ -129,8 +129,8 @@ def _reason(error: Exception, part: str) -> str:
         return "neither a local folder nor the hub has it. Check the spelling; if it is private, `hf auth login`"
     if isinstance(cause, LocalEntryNotFoundError):
         return (
-            "it is no local folder, the hub cannot be reached, and it was not downloaded before. Check the name and the "
-            "network (HF_HUB_OFFLINE switches the hub off)"
+            "it is no local folder, it was not downloaded before, and the hub cannot be reached. Check the name and "
+            "the network (HF_HUB_OFFLINE switches the hub off)"
         )
     if "trust_remote_code" in str(error):
         return "it needs code of its own, which is never run. Use a model that the installed transformers knows"
