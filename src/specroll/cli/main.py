@@ -19,7 +19,9 @@ from importlib import import_module
 from specroll.cli.options import UsageError, parse, suggestion
 
 # Words of the command: (module, one line for --help).
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "generate": ("specroll.cli.generate", "Sample from a model, with speculation if heads are given"),
+}
 
 _HEADER = """\
 usage: specroll COMMAND [options]

@@ -2,8 +2,8 @@
 
 Knows no command. A field is `--field-name`; its type says how the text is read, its default lives in the dataclass
 alone, and the string under it is its line in `--help`. Understood types: str, int, float, bool (`--x` / `--no-x`),
-Path, Literal, `T | None`, and `tuple[T, ...]` (several words). `field(metadata={"positional": True})` makes a field a
-bare word.
+Path, Literal, `T | None`, and `tuple[T, ...]` (several words, also by giving the option again).
+`field(metadata={"positional": True})` makes a field a bare word.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _add(group: Any, item: Field[Any], hint: Any, docs: dict[str, str]) -> None:
     if hint is bool:
         settings["action"] = argparse.BooleanOptionalAction
     elif typing.get_origin(hint) is tuple:
-        settings |= {"nargs": "+", **_reader(typing.get_args(hint)[0])}
+        settings |= {"nargs": "+", "action": "extend", **_reader(typing.get_args(hint)[0])}
     else:
         settings |= _reader(hint)
     if item.metadata.get("positional"):
@@ -122,7 +122,7 @@ def _reader(hint: Any) -> dict[str, Any]:
 
 
 def _help_text(doc: str, default: Any) -> str:
-    if default is MISSING or default is None:
+    if default is MISSING or default is None or default == ():
         return doc.replace("%", "%%")
     if isinstance(default, tuple):
         default = " ".join(map(str, default))

@@ -1,0 +1,105 @@
+"""From names to objects: model, tokenizer, heads and engine in one call, and prompts as the engine's requests.
+
+The command line and the README's example stand on this; whoever has the objects already builds `Engine` directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specroll.config import BudgetConfig, EngineConfig
+from specroll.engine import Engine
+from specroll.model.load import load_model
+from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.store import load_heads
+from specroll.types import Request
+
+Message = dict[str, str]
+
+BUDGET, ENGINE = BudgetConfig(), EngineConfig()
+_MOST_SAMPLES = 1 << 20
+
+
+def build_engine(
+    model: str | PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    heads: str | Path | FutureHeads | None = None,
+    max_nodes: int = BUDGET.max_nodes,
+    fixed_nodes: int | None = None,
+    max_running: int = ENGINE.max_running,
+    dtype: torch.dtype | str = "auto",
+) -> Engine:
+    """An engine that is ready to generate.
+
+    Args:
+        model: a local folder, a hub name, None for the default model, or a model that is loaded already (then give its
+            `tokenizer` too, if text or stop strings are wanted).
+        heads: a folder that `specroll heads fit` wrote, or heads; None decodes without speculation.
+        max_nodes: most proposed tokens per sequence and round; how many pay is decided in each round.
+        fixed_nodes: propose exactly so many in every round, whether it pays or not.
+        max_running: sequences decoded together.
+        dtype: of a model loaded by name.
+
+    Raises ValueError for a model that cannot be loaded or run exactly, and for heads of another model.
+    """
+    if model is None or isinstance(model, str):
+        model, loaded = load_model(model, dtype=dtype)
+        tokenizer = tokenizer or loaded
+    engine = Engine(
+        model,
+        tokenizer,
+        config=EngineConfig(max_running=max_running),
+        budget=BudgetConfig(max_nodes=max_nodes, fixed_nodes=fixed_nodes),
+    )
+    if heads is not None:
+        causal = engine.target.causal
+        ready = heads if isinstance(heads, FutureHeads) else load_heads(heads, causal)
+        engine.proposer = HeadsProposer(ready, causal, ranking=engine.budget.ranking)
+    return engine
+
+
+def make_requests(
+    tokenizer: Any,
+    prompts: Sequence[str | Sequence[Message]],
+    *,
+    samples: int = 1,
+    max_new_tokens: int = 256,
+    chat: bool = True,
+) -> list[Request]:
+    """`samples` requests per prompt, the samples of a prompt side by side.
+
+    A prompt is a text or a list of chat messages. With `chat`, a text is put to the model as the user's message, if
+    the tokenizer has a chat template; else it is continued as it stands. Sample i of prompt j has the same noise
+    whatever `samples` is.
+    """
+    if not 1 <= samples <= _MOST_SAMPLES:
+        raise ValueError(f"samples must be in [1, {_MOST_SAMPLES}], got {samples}")
+    return [
+        Request(prompt_ids=ids, sample=index * _MOST_SAMPLES + member, max_new_tokens=max_new_tokens)
+        for index, ids in enumerate(encode(tokenizer, prompts, chat=chat))
+        for member in range(samples)
+    ]
+
+
+def encode(tokenizer: Any, prompts: Sequence[str | Sequence[Message]], *, chat: bool = True) -> list[tuple[int, ...]]:
+    """Token ids of prompts, as `make_requests` reads them."""
+    return [_encode(tokenizer, prompt, chat) for prompt in prompts]
+
+
+def _encode(tokenizer: Any, prompt: str | Sequence[Message], chat: bool) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        if not (chat and tokenizer.chat_template):
+            return tuple(tokenizer(prompt)["input_ids"])
+        prompt = [{"role": "user", "content": prompt}]
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "the prompt is a list of messages, but the tokenizer has no chat template: give the prompt as text, or "
+            "set tokenizer.chat_template"
+        )
+    return tuple(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False))
