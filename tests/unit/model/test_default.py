@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
+from threading import Barrier, local
 from types import SimpleNamespace
 
 import pytest
@@ -113,7 +114,17 @@ def test_what_a_killed_conversion_left_is_removed(cache: Path, converted: list[P
     assert visible(cache) == ["smollm2-135m-instruct"]
 
 
-def test_of_several_at_once_one_converts(cache: Path, converted: list[Path]) -> None:
+def test_of_several_at_once_one_converts(cache: Path, converted: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, everyone, damage = local(), Barrier(4), default.damage
+
+    def damage_seen_by_all(folder: Path) -> str | None:
+        reason = damage(folder)
+        if not hasattr(looked, "once"):  # all four find the folder absent before one of them acts
+            looked.once = True
+            everyone.wait(timeout=60)
+        return reason
+
+    monkeypatch.setattr(default, "damage", damage_seen_by_all)
     with ThreadPoolExecutor(4) as pool:
         folders = list(pool.map(lambda _: default.prepare(), range(4)))
     assert len(set(folders)) == len(converted) == 1
