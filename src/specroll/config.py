@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 
@@ -36,3 +37,74 @@ class BudgetConfig:
     """Verify exactly so many nodes per sequence in every round, whether it pays or not (for measurements)."""
     ranking: Literal["noise", "probability"] = "noise"
     """Rank candidates by log q + g, with the noise g that the target will use, or by q alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole training run. The defaults are the demo's: a 135M model learns one-digit sums on two CPU cores."""
+
+    model: str | None = None
+    """A local folder or a name on the hub [the default model, SmolLM2-135M-Instruct]."""
+    task: str = "chain_sum"
+    """A reasoning-gym task, gsm8k, math35, dapo17k, or a .jsonl file with question and answer."""
+    data_dir: Path | None = None
+    """Where published data sets lie as JSON Lines."""
+    steps: int | None = None
+    """Optimizer steps [200; the demo's own number with --demo]."""
+    num_generations: int = 8
+    """Responses per prompt (the group)."""
+    prompts_per_step: int = 2
+    """Prompts per optimizer step."""
+    micro_batch: int | None = None
+    """Responses per forward and backward pass [all of a step]."""
+    max_completion: int = 40
+    """Most tokens of a response."""
+    temperature: float = 1.0
+    """Of the law that responses are drawn from."""
+    top_p: float = 0.95
+    """Of the law that responses are drawn from; 1 is off."""
+    learning_rate: float = 3e-4
+    """Constant over the run."""
+    lora_rank: int = 16
+    """LoRA on all linear layers, alpha twice the rank; 0 trains all weights."""
+    beta: float = 0.0
+    """Weight of the divergence from the starting model."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """auto is bfloat16 where the device has units for it."""
+    heads: str = "learn"
+    """learn: untrained heads that learn from the first rollouts; none: no speculation; or a folder of fitted heads."""
+    max_nodes: int = 16
+    """Most tokens proposed per response and round."""
+    save_every: int = 20
+    """Steps between checkpoints."""
+    output: Path | None = None
+    """Folder of the run [runs/TASK-TIME]."""
+    seed: int = 0
+    """Of the data's order and of every draw."""
+    demo: bool = False
+    """Evaluate before and after, measure the speed with and without speculation, and end with a table."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_generations", "prompts_per_step", "max_completion", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_generations < 2:
+            raise ValueError("num_generations must be at least 2: GRPO compares the responses of a group")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if self.lora_rank < 0:
+            raise ValueError(f"lora_rank must be >= 0 (0 trains all weights), got {self.lora_rank}")
+        if self.max_nodes < 0:
+            raise ValueError(f"max_nodes must be >= 0 (0 is plain decoding), got {self.max_nodes}")
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(f"temperature must be > 0 to train (all responses would be equal), got {self.temperature}")
+        if self.micro_batch is not None and (self.micro_batch < 1 or self.responses % self.micro_batch):
+            raise ValueError(
+                f"micro_batch must divide the {self.responses} responses of a step "
+                f"({self.prompts_per_step} prompts x {self.num_generations}), got {self.micro_batch}"
+            )
+
+    @property
+    def responses(self) -> int:
+        """Responses per optimizer step."""
+        return self.num_generations * self.prompts_per_step

@@ -1,0 +1,295 @@
+"""TRL's `rollout_func`: prompts in, exact samples of the trainer's own weights out.
+
+Knows the trainer (its settings, template, state and metrics) and the engine; what a draw is, how heads learn and how the loss
+is made are others' matters. For the one-line way in, see `trainer`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from specroll.config import BudgetConfig, EngineConfig
+from specroll.engine import Engine, Rollout
+from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.store import load_heads, save_heads
+from specroll.train.learn import HeadsLearner
+from specroll.types import Completion, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+Mode = Literal["train", "eval"]
+Heads = str | Path | FutureHeads | None
+
+SAVED_HEADS = "specroll-heads"
+"""Folder of the heads inside a checkpoint."""
+
+_EVAL, _STEP, _CALL, _RANK, _ROW = 1, 22, 16, 10, 14  # bits of a sample's name, 63 in all: an int64 that is not negative
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "do_sample": (True,),
+    "repetition_penalty": (1.0, None),
+    "num_beams": (1, None),
+    "num_return_sequences": (1, None),
+    "stop_strings": (),
+}
+
+
+class SpecRollout:
+    """A `rollout_func` for `trl.GRPOTrainer`: the same samples as plain decoding, sooner.
+
+        trainer = GRPOTrainer(..., rollout_func=SpecRollout())
+
+    Every response is a draw of the policy's law at the trainer's temperature, top-k, top-p and min-p, and a function of the
+    weights, `args.seed` and its place in the run (step, rank, row) alone: speculation, batch mates and a resume change nothing.
+
+    Args:
+        heads: "learn" starts untrained heads that learn from the first rollouts; a folder, or heads, uses those; None decodes
+            without speculation.
+        engine_config: how many responses run at once.
+        budget: how many nodes a round may verify.
+
+    The trainer's logs gain `specroll/tokens_per_second`, `specroll/tokens_per_round` and `specroll/acceptance`.
+    """
+
+    def __init__(
+        self, heads: Heads = "learn", *, engine_config: EngineConfig = EngineConfig(), budget: BudgetConfig = BudgetConfig()
+    ) -> None:
+        self.heads_source = heads
+        self.engine_config, self.budget = engine_config, budget
+        self.engine: Engine | None = None
+        self.learner: HeadsLearner | None = None
+        self.seconds = 0.0
+        """Wall time of all rollouts so far, without what the heads' learning took."""
+        self.policy_version: dict[Mode, int] = {}
+        """Global step at the latest rollout of each mode."""
+        self._calls: dict[Mode, tuple[int, int]] = {}
+        self._checkpoint: Path | None = None
+
+    def __call__(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+        """Sample one response to each prompt, in order.
+
+        Returns `prompt_ids`, `completion_ids` (an EOS is kept as the last id) and `logprobs`: log p of each token at the trainer's
+        temperature without truncation, which is what the trainer itself computes.
+        Raises `ValueError` for settings that cannot be kept exactly and for prompts that do not fit.
+        """
+        mode: Mode = "train" if trainer.model.training else "eval"
+        sampling, stop = sampling_of(trainer)
+        engine = self._engine_of(trainer)
+        prompt_ids = tokenize(prompts, trainer)
+        _check_fit(prompt_ids, trainer, engine)
+        samples = self._samples(mode, trainer, len(prompts))
+        limit = int(trainer.args.max_completion_length or 0)
+        requests = [
+            Request(prompt_ids=tuple(ids), sample=sample, max_new_tokens=limit)
+            for ids, sample in zip(prompt_ids, samples, strict=True)
+        ]
+        started = time.perf_counter()
+        records = mode == "train" and self.learner is not None and self.learner.wants_more
+        record = self.learner.record if records and self.learner is not None else None
+        rollout = engine.generate(requests, sampling, stop=stop, on_trajectory=record)
+        engine.target.release()
+        self.seconds += time.perf_counter() - started
+        _log(rollout, trainer, mode)
+        if records:
+            self._learn(engine, rollout, trainer)
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [c.token_ids for c in rollout.completions],
+            "logprobs": [tempered_logps(c) for c in rollout.completions],
+        }
+
+    def save(self, folder: str | Path) -> None:
+        """Keep what the heads have learned in `folder` (a trainer's checkpoint). Heads that do not learn are not copied."""
+        if self.engine is not None and self.learner is not None:
+            save_heads(self.learner.heads, Path(folder) / SAVED_HEADS, self.engine.target.causal)
+            self.learner.save(Path(folder) / SAVED_HEADS)
+
+    def restore(self, folder: str | Path) -> None:
+        """Go on, from the next rollout, with the heads that `save` left in `folder`; without any there, as if it were new."""
+        saved = Path(folder) / SAVED_HEADS
+        self._checkpoint = saved if saved.is_dir() else None
+        self.engine = self.learner = None
+
+    def _engine_of(self, trainer: GRPOTrainer) -> Engine:
+        """The engine on the trainer's present model, made at the first rollout, told which policy it now runs."""
+        model = unwrapped(trainer)
+        if self.engine is None or self.engine.target.model is not model:
+            tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+            self.engine = Engine(
+                model, tokenizer, config=self.engine_config, budget=self.budget, eos_ids=trainer.eos_token_ids
+            )
+            self._start_heads(self.engine)
+        step = trainer.state.global_step
+        proposer = self.engine.proposer
+        if step != self.engine.policy_version and isinstance(proposer, HeadsProposer) and _head_moves(self.engine):
+            proposer.refresh()
+        self.engine.policy_version = step
+        return self.engine
+
+    def _start_heads(self, engine: Engine) -> None:
+        source, causal, kept = self.heads_source, engine.target.causal, self._checkpoint
+        if source is None:
+            return
+        if source == "learn":
+            heads = FutureHeads.for_model(causal) if kept is None else load_heads(kept, causal)
+            self.learner = HeadsLearner(heads, causal)
+            if kept is not None:
+                self.learner.load(kept)
+            if not heads.trained:
+                return  # until they have learned something, decoding is plain and costs nothing more
+        else:
+            heads = source if isinstance(source, FutureHeads) else load_heads(source, causal)
+        engine.proposer = HeadsProposer(heads, causal, ranking=self.budget.ranking)
+
+    def _learn(self, engine: Engine, rollout: Rollout, trainer: GRPOTrainer) -> None:
+        """Between rollouts: a new proposer where heads have learned, because their worth and cost are to be found anew."""
+        if self.learner is None:
+            return
+        before = self.learner.seconds
+        if self.learner.learn(rollout.seconds):
+            engine.proposer = HeadsProposer(self.learner.heads, engine.target.causal, ranking=self.budget.ranking)
+            trainer._metrics["train"]["specroll/learning_seconds"].append(self.learner.seconds - before)
+
+    def _samples(self, mode: Mode, trainer: GRPOTrainer, rows: int) -> list[int]:
+        """Names of this call's samples. The step counts calls from 0 again, so a resumed run draws what the first one drew."""
+        step = trainer.state.global_step
+        last_step, calls = self._calls.get(mode, (step, 0))
+        call = calls if step == last_step else 0
+        self._calls[mode] = (step, call + 1)
+        self.policy_version[mode] = step
+        rank = trainer.accelerator.process_index
+        return [sample_name(eval=mode == "eval", step=step, call=call, rank=rank, row=row) for row in range(rows)]
+
+
+def sample_name(*, eval: bool, step: int, call: int, rank: int, row: int) -> int:
+    """One int64 for each response of a run, so that no two share their noise.
+
+    Raises ValueError where a part does not fit its bits: more than 4 million steps, 65,536 rollouts within a step, 1,024 ranks or
+    16,384 responses of a rank in one rollout.
+    """
+    name = 0
+    parts = {"eval": (int(eval), _EVAL), "step": (step, _STEP), "call": (call, _CALL), "rank": (rank, _RANK), "row": (row, _ROW)}
+    for part, (value, bits) in parts.items():
+        if not 0 <= value < 1 << bits:
+            raise ValueError(
+                f"the rollout's {part} is {value}, but samples can be told apart only up to {(1 << bits) - 1}: "
+                "use a smaller batch (or fewer steps) per run"
+            )
+        name = name << bits | value
+    return name
+
+
+def sampling_of(trainer: GRPOTrainer) -> tuple[SamplingParams, tuple[str, ...]]:
+    """The law and stop strings that the trainer's arguments ask for. Raises ValueError, by name, for what is not exact."""
+    args = trainer.args
+    if args.repetition_penalty not in (1.0, None):
+        raise ValueError(
+            f"repetition_penalty={args.repetition_penalty} makes each draw depend on the tokens before it, which exact "
+            "speculative rollouts do not support: set repetition_penalty=1.0"
+        )
+    if args.use_vllm:
+        raise ValueError("use_vllm=True loads a second engine that this rollout replaces: set use_vllm=False")
+    if trainer.tools:
+        raise ValueError("tools and environments are not supported by this rollout: train without them, or use TRL's own")
+    extra = dict(args.generation_kwargs or {})
+    for name, value in extra.items():
+        if name not in _NEUTRAL or (_NEUTRAL[name] and value not in _NEUTRAL[name]):
+            raise ValueError(
+                f"generation_kwargs has {name}={value!r}, which this rollout does not support (only stop_strings): "
+                "remove it. Temperature, top_p, top_k, min_p and lengths are arguments of GRPOConfig"
+            )
+    stop = extra.get("stop_strings") or ()
+    sampling = SamplingParams(
+        temperature=args.temperature, top_k=args.top_k or 0, top_p=args.top_p, min_p=args.min_p or 0.0, seed=args.seed
+    )
+    return sampling, (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def unwrapped(trainer: GRPOTrainer) -> nn.Module:
+    """The model under DDP and compilation, keeping the trainer's mixed-precision forward, so that both compute alike.
+
+    Raises ValueError for sharded models and for models that are not text only.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    sharded = {
+        "FSDP": trainer.is_fsdp_enabled,
+        "DeepSpeed ZeRO-3": trainer.is_deepspeed_enabled and plugin is not None and plugin.zero_stage == 3,
+    }
+    for name, used in sharded.items():
+        if used:
+            raise ValueError(f"{name} shards the weights over devices, which rollouts do not support yet: use DDP or ZeRO-1/2")
+    if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
+        raise ValueError(
+            f"{type(trainer.processing_class).__name__} is for images or sound; rollouts are text only: pass a tokenizer"
+        )
+    return trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+
+
+def tokenize(prompts: Sequence[Any], trainer: GRPOTrainer) -> list[list[int]]:
+    """Token ids of prompts, strings or messages, as the trainer's own generation would make them."""
+    tokenizer: Any = trainer.processing_class
+    if isinstance(prompts[0], str):
+        return tokenizer(text=list(prompts))["input_ids"]
+    return tokenizer.apply_chat_template(
+        conversation=list(prompts),
+        chat_template=trainer.chat_template,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **trainer.chat_template_kwargs,
+    )["input_ids"]
+
+
+def tempered_logps(completion: Completion) -> list[float]:
+    """log p of each token at the rollout's temperature, untruncated: what TRL's trainer computes from logits / temperature."""
+    return [logp + math.log(kept) for logp, kept in zip(completion.logp, completion.kept_mass, strict=True)]
+
+
+def _check_fit(prompt_ids: list[list[int]], trainer: GRPOTrainer, engine: Engine) -> None:
+    limit = getattr(engine.target.config, "max_position_embeddings", None)
+    new = int(trainer.args.max_completion_length or 0)
+    for row, ids in enumerate(prompt_ids):
+        if not ids:
+            raise ValueError(f"prompt {row} of this batch is empty: every prompt needs at least one token")
+        if limit and len(ids) + new > limit:
+            start = repr(trainer.processing_class.decode(ids[:12]))  # type: ignore[union-attr]
+            raise ValueError(
+                f"prompt {row} of this batch (it begins {start}) has {len(ids)} tokens; with max_completion_length={new} that "
+                f"is more than the model's {limit} positions: drop or shorten it, or set max_completion_length <= "
+                f"{max(limit - len(ids), 0)}"
+            )
+
+
+def _head_moves(engine: Engine) -> bool:
+    """Whether training changes what heads share with the policy, its embedding and lm_head (LoRA leaves them alone)."""
+    causal = engine.target.causal
+    shared = (causal.get_input_embeddings(), causal.get_output_embeddings())
+    return any(p.requires_grad for module in shared for p in module.parameters())
+
+
+def _log(rollout: Rollout, trainer: GRPOTrainer, mode: Mode) -> None:
+    """Add the rollout of all ranks to what the trainer logs next."""
+    rounds = rollout.rounds
+    totals = [
+        rollout.tokens,
+        rollout.seconds,
+        sum(r.running for r in rounds),
+        sum(r.emitted for r in rounds),
+        sum(r.proposed for r in rounds),
+        sum(sum(r.accepted_by_depth) for r in rounds),
+    ]
+    per_rank = trainer.accelerator.gather(torch.tensor([totals], dtype=torch.float32, device=trainer.accelerator.device))
+    tokens, _, turns, emitted, proposed, accepted = per_rank.sum(0).tolist()  # type: ignore[union-attr]
+    metrics = trainer._metrics[mode]
+    metrics["specroll/tokens_per_second"].append(tokens / per_rank[:, 1].max().item())  # type: ignore[index]
+    metrics["specroll/tokens_per_round"].append(emitted / turns if turns else 1.0)
+    metrics["specroll/acceptance"].append(accepted / proposed if proposed else 0.0)

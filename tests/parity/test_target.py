@@ -1,0 +1,153 @@
+"""The installed model through our passes gives the logits of its own forward; slots hold what a fresh pass would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MambaConfig, SmolLM3Config
+
+from specroll.model import linear
+from specroll.model.attention import PromptPass, TreePass
+from specroll.model.prove import TOLERANCE, decoy_chain, worst_difference
+from specroll.model.target import HFTarget, UnsupportedModelError
+from tiny import ARCHITECTURES, VOCAB_SIZE, tiny
+
+TOKENS = torch.randint(VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(1))  # longer than the sliding windows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prompt_and_tree_passes_give_the_models_own_logits(architecture: str, dtype: torch.dtype) -> None:
+    worst = worst_difference(HFTarget(tiny(architecture, dtype=dtype)), TOKENS)
+    assert worst <= (1e-5 if dtype == torch.float32 else TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("bug", ["leaky mask", "stale mask", "wrong position", "prompt sees ahead"])
+def test_planted_bugs_in_the_passes_are_noticed(architecture: str, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = TreePass.__init__
+
+    def broken(self, cache, size, length_S, longest, seen_SNN, depth_SN):  # type: ignore[no-untyped-def]
+        if bug == "leaky mask":
+            seen_SNN = torch.ones_like(seen_SNN).tril()  # siblings see each other
+        if bug == "stale mask":
+            seen_SNN = torch.eye(size, dtype=torch.bool).expand_as(seen_SNN)  # as if each row were a root
+        original(self, cache, size, length_S, longest, seen_SNN, depth_SN)
+
+    monkeypatch.setattr(TreePass, "__init__", broken)
+    if bug == "wrong position":
+        forward = HFTarget._forward
+        monkeypatch.setattr(HFTarget, "_forward", lambda self, t, p, r, k: forward(self, t, p + (p > 25), r, k))
+    if bug == "prompt sees ahead":
+        monkeypatch.setattr(PromptPass, "_mask", lambda self, length, window, like: like.new_zeros(length, length))
+    assert worst_difference(HFTarget(tiny(architecture)), TOKENS) > 1e-3
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_kept_path_is_the_recomputed_prefix(architecture: str) -> None:
+    """After compaction the slot holds what a fresh prompt pass over the same tokens leaves behind."""
+    target = HFTarget(tiny(architecture))
+    prefix = len(TOKENS) - 4
+    with target.rolling_out():
+        cache = target.reserve(2, 48)
+        _, (kv,) = target.prefill([TOKENS[:prefix].tolist()])
+        cache.fill(0, kv)
+        target.forward_tree(decoy_chain(TOKENS[prefix:], VOCAB_SIZE), torch.tensor([prefix]), prefix)
+        rows, places = torch.tensor([2, 4, 6]), torch.tensor([1, 2, 3])
+        cache.compact(torch.zeros(3, dtype=torch.int64), prefix + rows, prefix + places)
+        cache.move(0, 1, len(TOKENS))
+        _, (fresh,) = target.prefill([TOKENS.tolist()])
+    for slot in (0, 1):
+        torch.testing.assert_close(cache.kv[:, slot, : len(TOKENS)], fresh, rtol=1e-4, atol=1e-5)
+
+
+def test_models_without_a_proof_are_proved_at_construction() -> None:
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+             "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}  # fmt: skip
+    HFTarget(AutoModelForCausalLM.from_config(SmolLM3Config(**shape)))
+    HFTarget(AutoModelForCausalLM.from_config(GPT2Config(vocab_size=61, n_embd=32, n_head=4, n_layer=2, n_positions=64, bos_token_id=1, eos_token_id=1)))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Gemma2Config(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                      num_key_value_heads=2, head_dim=16), "soft-capped"),
+        (MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, eos_token_id=1, bos_token_id=1, pad_token_id=0),
+         "recurrent state"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exact_is_refused_by_name(config: object, reason: str) -> None:
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedModelError, match=reason) as error:
+        HFTarget(model)
+    assert type(model).__name__ in str(error.value) and "Use transformers' own generate" in str(error.value)
+
+
+def test_a_changing_rotary_embedding_is_refused() -> None:
+    model = tiny("llama")
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
+    with pytest.raises(UnsupportedModelError, match="rotary embedding"):
+        HFTarget(model)
+
+
+def test_an_unknown_attention_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = HFTarget(tiny("llama"))
+    with target.rolling_out(), pytest.raises(NotImplementedError, match="sinks"):
+        attention = target.causal.model.layers[0].self_attn
+        forward = attention.forward
+        monkeypatch.setattr(attention, "forward", lambda *a, **k: forward(*a, sinks=torch.ones(1), **k))
+        target.prefill([[3, 4, 5]])
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_model_is_left_as_it_was_found(adapted: bool) -> None:
+    model = tiny("llama")
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5))
+    model.train()
+    frozen = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding))
+    frozen.eval()
+    target = HFTarget(model)
+    before = target.config._attn_implementation
+    with pytest.raises(RuntimeError, match="inside"), target.rolling_out():
+        assert not any(m.training for m in model.modules())
+        target.prefill([[3, 4, 5]])
+        raise RuntimeError("inside")
+    assert all(m.training for m in model.modules() if m is not frozen) and not frozen.training
+    assert target.config._attn_implementation == before
+    assert not any("forward" in vars(m) for m in model.modules() if isinstance(m, torch.nn.Linear))
+    assert model(torch.tensor([[3, 4, 5]])).logits.requires_grad
+
+
+@pytest.mark.skipif(not linear.packing_pays(), reason="this processor multiplies bfloat16 itself")
+class TestPackedLinears:
+    def test_a_pack_is_the_product(self) -> None:
+        weight = torch.randn(300, 400).bfloat16()
+        product = linear.pack(weight)
+        assert product is not None
+        x = torch.randn(3, 400)
+        torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight.float()), rtol=1e-5, atol=1e-4)
+        assert product(x.bfloat16()).dtype == torch.bfloat16
+
+    def test_weights_that_float16_cannot_hold_are_not_packed(self) -> None:
+        assert linear.pack(torch.randn(300, 400)) is None
+        assert linear.pack(torch.randn(300, 400).bfloat16() * 1e5) is None
+        assert linear.pack(torch.full((300, 400), float("nan"))) is None
+        assert linear.pack(torch.randn(300, 400), exact=False) is not None
+
+    def test_a_changed_weight_is_packed_again(self) -> None:
+        layer = torch.nn.Linear(400, 300, bias=False)
+        layer.weight.data = layer.weight.data.bfloat16().float()
+        packs = linear.PackedLinears(layer)
+        x = torch.randn(1, 400)
+        with torch.no_grad():
+            with packs.in_use():
+                before = layer(x)
+            layer.weight.mul_(2)
+            with packs.in_use():
+                after = layer(x)
+        assert packs.count == 1
+        torch.testing.assert_close(after, 2 * before)
