@@ -2,38 +2,28 @@
 
 The law is that of transformers' `generate`: temperature, then top-k, top-p, min-p, each on what the one before left, in
 float32. Rows never influence one another. Knows the noise; knows nothing of models, trees or engines.
-
-Speed comes from three facts, none of which changes a result:
-    - The maxima of blocks of tokens show which blocks can hold a token above a bound, so few tokens are ever compared.
-    - The largest tokens of a few blocks that together hold top_p bound the top-p set from below, so only the few above
-      that bound are sorted.
-    - The winner of argmax log p + g minimises e / p with e = -log1p(-v) in [v, 17 v], so a bound on v / p leaves a
-      handful of tokens whose noise needs its two logarithms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specroll import noise
+from specroll.truncation import BLOCK, BadLogitsError, Packer, Reader, Scores, preselect, select, truncate
 from specroll.types import Draws, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor
 
-_BLOCK = 64  # tokens per block
-_BOUND_BLOCKS = 64  # blocks whose maxima may bound a top-p set
-_CHUNK_ELEMENTS = 1 << 18  # logits handled at once on a CPU: a few arrays of this size stay in its caches
+__all__ = ["BadLogitsError", "Law", "dense", "draw", "process", "sampling_from_generation_config"]
+
 _V_MAX = 1 - 2.0**-24  # no uniform of the noise is above this
-
-
-class BadLogitsError(ValueError):
-    """Logits that are no distribution: NaN or +inf in a row, or nothing but -inf."""
+_RACE_SLACK = 1e-3  # relative; far more than any rounding in log p + g
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +43,22 @@ class Law:
 def process(logits_NV: Tensor, sampling: SamplingParams) -> Law:
     """The processed law of each row.
 
-    Of equal logits at the edge of a top-p set the highest token ids are kept, as by transformers' ascending sort; top-k
-    and min-p keep all that are equal. Greedy keeps the largest logit, of equal ones the lowest id.
+    Of equal logits at the edge of a top-p set the highest token ids are kept, as by an ascending stable sort; top-k and
+    min-p keep all that are equal. Greedy keeps the largest logit, of equal ones the lowest id.
 
     Raises:
         BadLogitsError: names the rows with NaN, +inf or nothing but -inf.
     """
-    return _merge([_law(logits_NV, rows, sampling) for rows in _chunks(logits_NV)])
+    if sampling.temperature > 0 and _truncation(sampling, logits_NV.shape[-1]) is None:
+        return _whole(logits_NV, sampling.temperature)
+    law = _sparse(logits_NV, sampling)
+    packer = Packer(law.row_M, len(law.kept_mass_N))
+    return Law(
+        packer.pack(law.token_M, 0),
+        packer.pack(law.logp_M, -torch.inf),
+        packer.pack(law.logp_raw_M, -torch.inf),
+        law.kept_mass_N,
+    )
 
 
 def draw(logits_NV: Tensor, sampling: SamplingParams, sample_N: Tensor, position_N: Tensor) -> Draws:
@@ -71,15 +70,25 @@ def draw(logits_NV: Tensor, sampling: SamplingParams, sample_N: Tensor, position
         BadLogitsError: names the rows with NaN, +inf or nothing but -inf.
         ValueError: samples or positions that are not one integer per row.
     """
-    chunks = _chunks(logits_NV)
     if sample_N.shape != logits_NV.shape[:1]:
-        raise ValueError(f"samples {tuple(sample_N.shape)} for {logits_NV.shape[0]} rows of logits: one per row")
+        raise ValueError(f"samples {tuple(sample_N.shape)} for logits {tuple(logits_NV.shape)}: one per row")
     key_N2 = noise.row_keys(sampling.seed, sample_N, position_N)
-    if sampling.temperature > 0 and _truncation(sampling, logits_NV.shape[1]) is None:
-        law = _merge([_contenders(logits_NV, rows, sampling, key_N2[rows]) for rows in chunks])
+    if sampling.temperature == 0:
+        law = _sparse(logits_NV, sampling)
+        return Draws(law.token_M, logp_raw_N=law.logp_raw_M, logp_N=law.logp_M, kept_mass_N=law.kept_mass_N)
+    if _truncation(sampling, logits_NV.shape[1]) is None:
+        law = _contenders(logits_NV, sampling.temperature, key_N2)
     else:
-        law = _merge([_law(logits_NV, rows, sampling) for rows in chunks])
-    return _pick(law, key_N2)
+        law = _sparse(logits_NV, sampling)
+    noise_M = noise.to_gumbel_(noise.uniform(key_N2[law.row_M], law.token_M[:, None])).squeeze(1)
+    packer = Packer(law.row_M, len(key_N2))
+    winner_N = packer.first_N + packer.pack(law.logp_M + noise_M, -torch.inf).argmax(1)
+    return Draws(
+        law.token_M[winner_N],
+        logp_raw_N=law.logp_raw_M[winner_N],
+        logp_N=law.logp_M[winner_N],
+        kept_mass_N=law.kept_mass_N,
+    )
 
 
 def dense(law: Law, vocab_size: int) -> Tensor:
@@ -88,53 +97,26 @@ def dense(law: Law, vocab_size: int) -> Tensor:
     return logp_NV.scatter_reduce_(1, law.token_NC, law.logp_NC, "amax")
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """A chunk of rows at one temperature. P is V rounded up to whole blocks, B the number of blocks."""
+class _Sparse(NamedTuple):
+    """The law of all rows as flat lists of tokens, sorted by row and then by token id; each row has at least one."""
 
-    score_NP: Tensor  # logits / temperature, float32; pads are -inf
-    score_max_NB: Tensor
-    top_N: Tensor  # the largest score
-    p_NP: Tensor  # proportional to the probabilities; pads are 0
-    p_max_NB: Tensor
-    p_top_N: Tensor  # p of the largest score
-    total_N: Tensor  # float64, the sum of p: the fused softmax's own is off by some 1e-5
-
-    def logp(self, token_NC: Tensor) -> Tensor:
-        log_top_N = (self.p_top_N / self.total_N).log().float()
-        return (self.score_NP.gather(1, token_NC) - self.top_N[:, None]) + log_top_N[:, None]
+    row_M: Tensor
+    token_M: Tensor
+    logp_M: Tensor
+    logp_raw_M: Tensor
+    kept_mass_N: Tensor
 
 
-def _chunks(logits_NV: Tensor) -> list[slice]:
-    if logits_NV.dim() != 2 or logits_NV.numel() == 0:
-        raise ValueError(f"logits must be [N, V] with at least one row and one token, got {tuple(logits_NV.shape)}")
-    count, vocab_size = logits_NV.shape
-    size = max(1, _CHUNK_ELEMENTS // vocab_size) if logits_NV.device.type == "cpu" else count
-    return [slice(first, first + size) for first in range(0, count, size)]
+class _Found(NamedTuple):
+    """Tokens of a chunk of rows in flat lists, and what their truncation needs."""
 
-
-def _scores(logits_NV: Tensor, rows: slice, temperature: float) -> _Scores:
-    part_NV = logits_NV[rows]
-    count, vocab_size = part_NV.shape
-    score_NP = part_NV.new_empty(count, -(-vocab_size // _BLOCK) * _BLOCK, dtype=torch.float32)
-    score_NP[:, vocab_size:] = -torch.inf
-    score_NP[:, :vocab_size].copy_(part_NV)
-    if temperature != 1:
-        score_NP[:, :vocab_size].div_(temperature)
-    score_max_NB = score_NP.view(count, -1, _BLOCK).amax(-1)
-    top_N = score_max_NB.amax(-1)
-    finite_N = torch.isfinite(top_N)
-    if not finite_N.all():
-        bad = [rows.start + row for row in (~finite_N).nonzero().flatten().tolist()]
-        raise BadLogitsError(
-            f"the logits of rows {bad} are no distribution (NaN, +inf, or nothing but -inf) at temperature "
-            f"{temperature}: look for overflow in the model's forward pass (float16?) or a diverged update"
-        )
-    p_NP = torch.softmax(score_NP, -1)
-    p_NBW = p_NP.view(count, -1, _BLOCK)
-    p_max_NB = p_NBW.amax(-1)
-    total_N = p_NBW.sum(-1).sum(-1, dtype=torch.float64)
-    return _Scores(score_NP, score_max_NB, top_N, p_NP, p_max_NB, p_max_NB.amax(-1), total_N)
+    row_M: Tensor
+    token_M: Tensor
+    score_M: Tensor
+    logp_M: Tensor  # at the law's temperature, before truncation
+    logp_raw_M: Tensor  # at temperature 1
+    top_N: Tensor
+    total_N: Tensor
 
 
 def _truncation(sampling: SamplingParams, vocab_size: int) -> tuple[int, float, float] | None:
@@ -144,142 +126,75 @@ def _truncation(sampling: SamplingParams, vocab_size: int) -> tuple[int, float, 
     return None if whole else (top_k, sampling.top_p, sampling.min_p)
 
 
-def _law(logits_NV: Tensor, rows: slice, sampling: SamplingParams) -> Law:
+def _find(logits_NV: Tensor, temperature: float, find: Callable[[Scores, slice], tuple[Tensor, Tensor]]) -> _Found:
+    """Run `find` over chunks of rows: it gets their scores and returns the rows (from 0) and tokens that it wants."""
+    reader = Reader(logits_NV)
+    parts = []
+    for rows in reader.chunks:
+        scores = reader.read(rows, temperature)
+        row_M, token_M = find(scores, rows)
+        score_M, logp_M = scores.score_M(row_M, token_M), scores.logp_M(row_M, token_M)
+        logp_raw_M = logp_M
+        if temperature != 1:
+            logp_raw_M = reader.read(rows, 1.0).logp_M(row_M, token_M)
+        parts.append(_Found(row_M + rows.start, token_M, score_M, logp_M, logp_raw_M, scores.top_N, scores.total_N))
+    return parts[0] if len(parts) == 1 else _Found(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _sparse(logits_NV: Tensor, sampling: SamplingParams) -> _Sparse:
+    """The law of greedy or truncated sampling."""
     if sampling.temperature == 0:
-        return _greedy(_scores(logits_NV, rows, 1.0))
-    scores = _scores(logits_NV, rows, sampling.temperature)
-    raw = scores if sampling.temperature == 1 else _scores(logits_NV, rows, 1.0)
+        found = _find(logits_NV, 1.0, lambda scores, _: select(scores.score_NP, scores.score_max_NB, scores.top_N))
+        first_N = Packer(found.row_M, len(found.top_N)).first_N
+        row_M, token_M, logp_raw_M = (column[first_N] for column in (found.row_M, found.token_M, found.logp_raw_M))
+        return _Sparse(row_M, token_M, torch.zeros_like(logp_raw_M), logp_raw_M, torch.ones_like(logp_raw_M))
     vocab_size = logits_NV.shape[1]
-    truncation = _truncation(sampling, vocab_size)
-    if truncation is None:
-        token_NV = torch.arange(vocab_size, device=logits_NV.device).expand(len(scores.top_N), -1)
-        return Law(token_NV, scores.logp(token_NV), raw.logp(token_NV), torch.ones_like(scores.top_N))
-    token_NC, kept_NC = _kept(scores, truncation, vocab_size)
-    row_M, column_M = kept_NC.nonzero(as_tuple=True)
-    token_NC, kept_NC = _pack(row_M, token_NC[row_M, column_M], len(scores.top_N))
-    p_NC = scores.p_NP.gather(1, token_NC).double().masked_fill_(~kept_NC, 0)
-    kept_mass_N = p_NC.sum(1) / scores.total_N
-    logp_NC = (scores.logp(token_NC) - kept_mass_N.log().float()[:, None]).masked_fill_(~kept_NC, -torch.inf)
-    return Law(token_NC, logp_NC, raw.logp(token_NC), kept_mass_N.float())
+    truncation = _truncation(sampling, vocab_size) or (0, 1.0, 0.0)
+    found = _find(logits_NV, sampling.temperature, lambda scores, _: preselect(scores, *truncation, vocab_size))
+    kept_K = truncate(found.row_M, found.score_M, found.top_N, found.total_N, *truncation).nonzero().squeeze(1)
+    row_M, token_M, logp_M, logp_raw_M = (
+        column_M.index_select(0, kept_K) for column_M in (found.row_M, found.token_M, found.logp_M, found.logp_raw_M)
+    )
+    mass_N = torch.bincount(row_M, weights=logp_M.double().exp_(), minlength=len(found.top_N))
+    return _Sparse(row_M, token_M, logp_M - mass_N.log().float()[row_M], logp_raw_M, mass_N.float())
 
 
-def _greedy(scores: _Scores) -> Law:
-    token_NC, _ = _select(scores.score_NP, scores.score_max_NB, scores.top_N)
-    token_N1 = token_NC[:, :1]
-    return Law(token_N1, torch.zeros_like(scores.top_N)[:, None], scores.logp(token_N1), torch.ones_like(scores.top_N))
+def _whole(logits_NV: Tensor, temperature: float) -> Law:
+    reader = Reader(logits_NV)
+    vocab_size = reader.vocab_size
+
+    def logp(temperature: float) -> Tensor:
+        logp_NV = torch.empty(logits_NV.shape, device=logits_NV.device)
+        for rows in reader.chunks:
+            logp_NV[rows] = reader.read(rows, temperature).logp_NP()[:, :vocab_size]
+        return logp_NV
+
+    logp_NV = logp(temperature)
+    token_NV = torch.arange(vocab_size, device=logits_NV.device).expand_as(logp_NV)
+    return Law(token_NV, logp_NV, logp_NV if temperature == 1 else logp(1.0), torch.ones_like(logp_NV[:, 0]))
 
 
-def _kept(scores: _Scores, truncation: tuple[int, float, float], vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Candidates by ascending token id [N, C], and which of them top-k, top-p and min-p keep."""
-    top_k, top_p, min_p = truncation
-    least_N = min_p * scores.p_top_N
-    if top_k:
-        token_NC, kept_NC = _select(scores.score_NP, scores.score_max_NB, _top_k_bound(scores.score_max_NB, top_k))
-    else:
-        bound_N = least_N
-        if top_p < 1:
-            bound_N = torch.maximum(bound_N, _top_p_bound(scores.p_max_NB, top_p, scores.total_N, vocab_size))
-        token_NC, kept_NC = _select(scores.p_NP, scores.p_max_NB, bound_N)
-    score_NC = scores.score_NP.gather(1, token_NC).masked_fill_(~kept_NC, -torch.inf)
-    if top_k:
-        kept_NC &= score_NC >= score_NC.topk(min(top_k, score_NC.shape[1])).values[:, -1:]
-    p_NC = scores.p_NP.gather(1, token_NC)
-    if top_p < 1:
-        mass_NC = p_NC.double().masked_fill_(~kept_NC, 0)
-        total_N = mass_NC.sum(1) if top_k else scores.total_N
-        below_N = total_N - mass_NC.sum(1)  # what is not among the candidates is less likely than each of them
-        kept_NC &= _nucleus(score_NC, mass_NC, below_N, (1 - top_p) * total_N)
-    return token_NC, kept_NC & (p_NC >= least_N[:, None])
+def _contenders(logits_NV: Tensor, temperature: float, key_N2: Tensor) -> _Sparse:
+    """The untruncated law on the few tokens of each row that can win its draw.
 
-
-def _nucleus(score_NC: Tensor, mass_NC: Tensor, below_N: Tensor, limit_N: Tensor) -> Tensor:
-    """What top-p keeps: the likeliest token, and each whose mass with all that is less likely exceeds the limit."""
-    order_NC = torch.sort(score_NC, dim=1, stable=True).indices
-    kept_NC = mass_NC.gather(1, order_NC).cumsum_(1).add_(below_N[:, None]) > limit_N[:, None]
-    kept_NC[:, -1] = True
-    return torch.empty_like(kept_NC).scatter_(1, order_NC, kept_NC)
-
-
-def _top_k_bound(score_max_NB: Tensor, top_k: int) -> Tensor:
-    """At least k scores reach the k-th largest block maximum."""
-    if top_k > score_max_NB.shape[1]:
-        return torch.full_like(score_max_NB[:, 0], torch.finfo(torch.float32).min)
-    return score_max_NB.topk(top_k).values[:, -1].clamp_min(torch.finfo(torch.float32).min)
-
-
-def _top_p_bound(p_max_NB: Tensor, top_p: float, total_N: Tensor, vocab_size: int) -> Tensor:
-    """A p that no token of the top-p set is below."""
-    p_NM = p_max_NB.topk(min(_BOUND_BLOCKS, p_max_NB.shape[1])).values
-    short_NM = p_NM.cumsum(1, dtype=torch.float64) < top_p * total_N[:, None]
-    reached_N = p_NM.gather(1, short_NM.sum(1, keepdim=True).clamp_max_(p_NM.shape[1] - 1)).squeeze(1)
-    # Tokens below (1 - top_p) / V cannot fill the mass that top-p removes. The 0.999 is for rounding.
-    sure_N = (0.999 * (1 - top_p) / vocab_size * total_N).float()
-    return torch.where(short_NM[:, -1], sure_N, reached_N)
-
-
-def _contenders(logits_NV: Tensor, rows: slice, sampling: SamplingParams, key_N2: Tensor) -> Law:
-    """The untruncated law on the few tokens of each row that can win its draw."""
-    scores = _scores(logits_NV, rows, sampling.temperature)
-    raw = scores if sampling.temperature == 1 else _scores(logits_NV, rows, 1.0)
+    The winner of argmax log p + g minimises e / p, e = -log1p(-v) in [v, 17 v] for the uniform v behind its noise. So
+    the smallest v / p bounds it, and only tokens within the bound need the logarithms.
+    """
     vocab_size = logits_NV.shape[1]
-    chance_NP = torch.empty_like(scores.p_NP)  # -v / p
-    chance_NP[:, vocab_size:] = -torch.inf
-    torch.div(noise.uniform_all(key_N2, vocab_size).neg_(), scores.p_NP[:, :vocab_size], out=chance_NP[:, :vocab_size])
-    chance_max_NB = chance_NP.view(len(key_N2), -1, _BLOCK).amax(-1)
-    best_N = chance_max_NB.amax(-1)
-    # The token with the smallest v / p scores at least what its v allows, and its v is at most best * p_top.
-    v_N = (-best_N * scores.p_top_N).clamp_max_(_V_MAX)
-    bound_N = best_N * (torch.log1p(-v_N) / -v_N) * (1 + 1e-3)  # the 1e-3 is for rounding in log p + g
-    token_NC, valid_NC = _select(chance_NP, chance_max_NB, bound_N)
-    logp_NC = scores.logp(token_NC).masked_fill_(~valid_NC, -torch.inf)
-    return Law(token_NC, logp_NC, raw.logp(token_NC), torch.ones_like(scores.top_N))
 
+    def find(scores: Scores, rows: slice) -> tuple[Tensor, Tensor]:
+        chance_NP = scores.weight_NP  # -v / weight, in the place of the weights
+        chance_NP[:, vocab_size:] = -torch.inf
+        uniform_NV = noise.uniform_all(key_N2[rows], vocab_size).neg_()
+        torch.div(uniform_NV, scores.weight_NP[:, :vocab_size], out=chance_NP[:, :vocab_size])
+        chance_max_NB = chance_NP.view(len(uniform_NV), -1, BLOCK).amax(-1)
+        best_N = chance_max_NB.amax(-1)
+        v_N = (-best_N).clamp_max(_V_MAX)  # at least the v of the best: no weight is above 1
+        bound_N = best_N * (torch.log1p(-v_N) / -v_N) * (1 + _RACE_SLACK)
+        return select(chance_NP, chance_max_NB, bound_N)
 
-def _pick(law: Law, key_N2: Tensor) -> Draws:
-    if law.token_NC.shape[1] == 1:
-        winner_N1 = torch.zeros_like(law.token_NC)
-    else:
-        noise_NC = noise.to_gumbel_(noise.uniform(key_N2, law.token_NC))
-        winner_N1 = (law.logp_NC + noise_NC).argmax(1, keepdim=True)
-    token_N, logp_raw_N, logp_N = (
-        column_NC.gather(1, winner_N1).squeeze(1) for column_NC in (law.token_NC, law.logp_raw_NC, law.logp_NC)
-    )
-    return Draws(token_N, logp_raw_N, logp_N, law.kept_mass_N)
-
-
-def _select(value_NP: Tensor, max_NB: Tensor, bound_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens whose value reaches their row's bound, by ascending id: (token_NC, valid_NC)."""
-    count = len(bound_N)
-    row_M, block_M = (max_NB >= bound_N[:, None]).nonzero(as_tuple=True)
-    value_MW = value_NP.view(count, -1, _BLOCK)[row_M, block_M]
-    hit_M, offset_M = (value_MW >= bound_N[row_M, None]).nonzero(as_tuple=True)
-    return _pack(row_M[hit_M], block_M[hit_M] * _BLOCK + offset_M, count)
-
-
-def _pack(row_M: Tensor, token_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Lists of tokens, sorted by row, as a padded [N, C] and the mask of what is no pad."""
-    count_N = torch.bincount(row_M, minlength=count)
-    slot_M = torch.arange(len(row_M), device=row_M.device) - (count_N.cumsum(0) - count_N)[row_M]
-    token_NC = row_M.new_zeros(count, int(count_N.max()))
-    token_NC[row_M, slot_M] = token_M
-    return token_NC, torch.arange(token_NC.shape[1], device=row_M.device) < count_N[:, None]
-
-
-def _merge(laws: Sequence[Law]) -> Law:
-    """One law of all chunks' rows, padded to the widest."""
-    if len(laws) == 1:
-        return laws[0]
-    width = max(law.token_NC.shape[1] for law in laws)
-
-    def stack(columns: list[Tensor], pad: float) -> Tensor:
-        return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=pad) for part in columns])
-
-    return Law(
-        stack([law.token_NC for law in laws], 0),
-        stack([law.logp_NC for law in laws], -torch.inf),
-        stack([law.logp_raw_NC for law in laws], -torch.inf),
-        torch.cat([law.kept_mass_N for law in laws]),
-    )
+    found = _find(logits_NV, temperature, find)
+    return _Sparse(found.row_M, found.token_M, found.logp_M, found.logp_raw_M, torch.ones_like(found.top_N))
 
 
 # Settings of transformers that change the law in ways that this one has not, and the values at which they do nothing.
@@ -331,8 +246,8 @@ def sampling_from_generation_config(
         value = getattr(generation_config, name, None)
         if value not in neutral:
             raise ValueError(
-                f"generation setting {name}={value!r} is not supported: only temperature, top_k, top_p and min_p can be "
-                f"applied exactly while speculating; unset it ({name}={neutral[-1]!r}) or use transformers' generate"
+                f"generation setting {name}={value!r} is not supported: only temperature, top_k, top_p and min_p can "
+                f"be applied exactly while speculating; unset it ({name}={neutral[-1]!r}) or use transformers' generate"
             )
     sampling = SamplingParams(temperature=0.0, seed=seed)
     if generation_config.do_sample:
@@ -366,8 +281,8 @@ def _check_processors(sampling: SamplingParams, processors: list[LogitsProcessor
             continue  # the law is normalised anyway
         if kind not in settings:
             raise ValueError(
-                f"logits processor {name} is not supported: a processor may look at the whole prefix, which differs from "
-                "node to node of a tree; remove it, or use transformers' generate"
+                f"logits processor {name} is not supported: a processor may look at the whole prefix, which differs "
+                "from node to node of a tree; remove it, or use transformers' generate"
             )
         value = getattr(processor, settings[kind])
         unlike = sampling.temperature == 0 or value != getattr(sampling, settings[kind])
