@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -34,6 +35,11 @@ class Readout:
         scale = float(getattr(settings, "logit_scale", None) or 1.0)
         scale /= float(getattr(settings, "logits_scaling", None) or 1.0)
         return cls(row_VH, bias_V, scale, getattr(settings, "final_logit_softcapping", None))
+
+    def logits(self, state: Tensor) -> Tensor:
+        """float32 logits [..., V] of float32 states [..., H]; differentiable, in full precision."""
+        bias_V = None if self.bias_V is None else self.bias_V.float()
+        return self.finish(F.linear(state, self.row_VH.float(), bias_V))
 
     def finish(self, logits: Tensor) -> Tensor:
         """The model's own scale and soft-cap, on products with `row_VH` (and bias)."""

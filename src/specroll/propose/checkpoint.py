@@ -1,0 +1,122 @@
+"""A fit's state between two updates, in one safetensors file whose header holds the JSON: atomic, nothing unpickled."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from specroll.propose.heads import FutureHeads
+from specroll.propose.store import write_atomic
+
+Identity = dict[str, int | float | str]
+
+
+@dataclass(slots=True)
+class Progress:
+    """How many updates were made, and each horizon's best weights so far, with their update and held-out KL."""
+
+    update: int
+    first_kl_K: Tensor
+    best_kl_K: Tensor
+    best_update_K: Tensor
+    best_first_KFI: Tensor
+    best_second_KHF: Tensor
+
+    @classmethod
+    def fresh(cls, heads: FutureHeads, kl_K: Tensor) -> Progress:
+        return cls(
+            update=0,
+            first_kl_K=kl_K.clone(),
+            best_kl_K=kl_K.clone(),
+            best_update_K=torch.zeros(heads.horizons, dtype=torch.int64),
+            best_first_KFI=heads.first_KFI.detach().clone(),
+            best_second_KHF=heads.second_KHF.detach().clone(),
+        )
+
+    def consider(self, heads: FutureHeads, kl_K: Tensor) -> None:
+        """Remember the present weights of every horizon whose KL is lower than ever, or that nothing can judge."""
+        better_K = (kl_K < self.best_kl_K) | self.first_kl_K.isnan()
+        self.best_kl_K = kl_K.where(better_K, self.best_kl_K)
+        self.best_update_K = self.best_update_K.masked_fill(better_K, self.update)
+        chosen_K = better_K.to(self.best_first_KFI.device)
+        self.best_first_KFI[chosen_K] = heads.first_KFI.detach()[chosen_K]
+        self.best_second_KHF[chosen_K] = heads.second_KHF.detach()[chosen_K]
+
+    def to(self, device: torch.device) -> Progress:
+        self.best_first_KFI = self.best_first_KFI.to(device)
+        self.best_second_KHF = self.best_second_KHF.to(device)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a file held."""
+
+    progress: Progress
+    tensors: dict[str, Tensor]
+
+    @torch.no_grad()
+    def restore(self, heads: FutureHeads, optimizer: torch.optim.Optimizer) -> None:
+        """The present weights and the optimiser's moments."""
+        for name, parameter in heads.named_parameters():
+            parameter.copy_(self.tensors[f"heads.{name}"])
+            prefix = f"optimizer.{name}."
+            optimizer.state[parameter] = {
+                key.removeprefix(prefix): value if key.endswith(".step") else value.to(parameter.device)
+                for key, value in self.tensors.items()
+                if key.startswith(prefix)
+            }
+
+
+def write_checkpoint(
+    path: Path, identity: Identity, heads: FutureHeads, optimizer: torch.optim.Optimizer, progress: Progress
+) -> None:
+    """Replace `path` (its folder is made if need be)."""
+    tensors = {f"progress.{name}": getattr(progress, name) for name in _PROGRESS}
+    for name, parameter in heads.named_parameters():
+        tensors[f"heads.{name}"] = parameter.detach()
+        tensors |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = {"fit": json.dumps({"identity": identity, "update": progress.update})}
+    write_atomic(path, save_tensors({name: t.cpu().contiguous() for name, t in tensors.items()}, metadata=header))
+
+
+def read_checkpoint(path: Path, identity: Identity) -> Checkpoint | None:
+    """The checkpoint at `path`, or None where there is no file.
+
+    Raises:
+        ValueError: damaged, or of a fit with other settings or other data.
+    """
+    try:
+        payload = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        tensors = load_tensors(payload)
+        saved = json.loads(_metadata(payload)["fit"])
+        progress = Progress(saved["update"], *(tensors[f"progress.{name}"] for name in _PROGRESS))
+    except (SafetensorError, KeyError, ValueError, struct.error) as error:
+        raise ValueError(f"{path} is not a usable checkpoint of a fit ({error}); delete it to start anew") from error
+    differs = sorted(key for key in identity if saved["identity"].get(key) != identity[key])
+    if differs:
+        raise ValueError(
+            f"{path} belongs to another fit: {', '.join(differs)} differ; delete it, or use its settings and responses"
+        )
+    return Checkpoint(progress, tensors)
+
+
+_PROGRESS = ("first_kl_K", "best_kl_K", "best_update_K", "best_first_KFI", "best_second_KHF")
+
+
+def _metadata(payload: bytes) -> dict[str, str]:
+    """The free-form part of a safetensors header: eight bytes of length, then JSON."""
+    (length,) = struct.unpack_from("<Q", payload)
+    return json.loads(payload[8 : 8 + length])["__metadata__"]

@@ -1,0 +1,251 @@
+"""Teach heads the policy's own responses: horizon k learns the target's law k places after the root.
+
+Only the heads move; the target's lm_head and embedding are read. The targets are soft: KL(law || head) over the draft
+vocabulary. Whole trajectories are held out, and each horizon keeps the weights that did best on them, the ones it came
+with included. An interrupted fit goes on from its checkpoint and ends with the same weights as one that was not.
+
+    P  positions    B  positions of a batch    K  horizons    H  hidden width    V  draft vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specroll.propose.checkpoint import Progress, read_checkpoint, write_checkpoint
+from specroll.propose.heads import FutureHeads
+from specroll.propose.judge import Judge, kl_to, states
+from specroll.propose.readout import Readout
+from specroll.propose.samples import Samples, slots, split
+from specroll.types import Trajectory
+
+WARM_UP = 0.05
+FINAL_LR = 0.1
+"""The learning rate rises over this share of the updates, then falls along a cosine to this share of its height."""
+CLIP_NORM = 1.0
+JUDGEMENTS = 5
+"""How often the held-out trajectories are looked at during a fit."""
+SAVE_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitProgress:
+    """Where a fit stands. `loss_K` is the last batch's KL per horizon, in nats."""
+
+    update: int
+    updates: int
+    loss_K: list[float]
+    seconds_left: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitReport:
+    """What a fit came to. Before and after are on the held-out trajectories (on the others if none was held out).
+
+    `accepted_*` maps a number of nodes to accepted tokens per round, estimated teacher-forced. `kept_update_K` says
+    which update made each horizon's kept weights: 0 is those that it came with. `note` tells what went wrong.
+    """
+
+    updates: int
+    positions: int
+    held_out_trajectories: int
+    draft_vocabulary: int | None
+    draft_coverage: float
+    kl_before_K: list[float]
+    kl_after_K: list[float]
+    accepted_before: dict[int, float]
+    accepted_after: dict[int, float]
+    kept_update_K: list[int]
+    seconds: float
+    note: str | None
+
+
+def fit(
+    heads: FutureHeads,
+    model: PreTrainedModel,
+    trajectories: Sequence[Trajectory],
+    *,
+    updates: int = 300,
+    batch_positions: int = 512,
+    lr: float = 1e-3,
+    held_out: float = 0.1,
+    seed: int = 0,
+    ranking: Literal["noise", "probability"] = "noise",
+    nodes: Sequence[int] = (8,),
+    on_progress: Callable[[FitProgress], None] | None = None,
+    checkpoint: Path | None = None,
+) -> FitReport:
+    """Fit `heads` in place to trajectories that `model` sampled, at the temperature at which they will be used.
+
+    Args:
+        trajectories: the policy's own responses; `held_out` of them, chosen by `seed`, only judge.
+        updates: steps of AdamW, each on `batch_positions` positions.
+        ranking: how proposals will be ranked, for the acceptance before and after.
+        nodes: sizes of the trees to report acceptance for.
+        checkpoint: a file to save to every 20 seconds and to go on from. Left in place at the end; delete it then.
+
+    Raises:
+        ValueError: nothing to learn from, a bad setting, or a checkpoint of another fit.
+    """
+    if updates < 1 or batch_positions < 1 or not 0.0 < lr < math.inf:
+        raise ValueError(f"need updates >= 1, batch_positions >= 1, lr > 0; got {updates}, {batch_positions}, {lr}")
+    began = time.monotonic()
+    learn, judges = split(trajectories, held_out, seed)
+    fitting = _Fit(heads, model, Samples.of(learn), updates, batch_positions, lr, seed)
+    judge = Judge(model, judges if any(t.token_T.numel() > 1 for t in judges) else learn)
+    accepted_before = judge.acceptance(heads, nodes, ranking=ranking)
+    fitting.start(judge, checkpoint)
+    note = fitting.run(judge, checkpoint, on_progress)
+    fitting.keep_best()
+    best = fitting.progress
+    _, inside_P = slots(judge.samples.token_P, None if heads.vocabulary_V is None else heads.vocabulary_V.cpu())
+    return FitReport(
+        updates=best.update,
+        positions=fitting.start_P.numel(),
+        held_out_trajectories=len(judges),
+        draft_vocabulary=None if heads.vocabulary_V is None else heads.vocabulary_V.numel(),
+        draft_coverage=float(inside_P.float().mean()),
+        kl_before_K=best.first_kl_K.tolist(),
+        kl_after_K=best.best_kl_K.tolist(),
+        accepted_before=accepted_before,
+        accepted_after=judge.acceptance(heads, nodes, ranking=ranking),
+        kept_update_K=best.best_update_K.tolist(),
+        seconds=time.monotonic() - began,
+        note=note or _regress_note(best),
+    )
+
+
+class _Fit:
+    """One fit's moving parts. A batch depends on (seed, update) only, so a fit can be taken up anywhere."""
+
+    def __init__(
+        self,
+        heads: FutureHeads,
+        model: PreTrainedModel,
+        samples: Samples,
+        updates: int,
+        batch_positions: int,
+        lr: float,
+        seed: int,
+    ) -> None:
+        if samples.hidden_PH.shape[1] != heads.hidden_size:
+            raise ValueError(
+                f"the trajectories' states have width {samples.hidden_PH.shape[1]}, the heads {heads.hidden_size}: "
+                "fit heads to trajectories of their own model"
+            )
+        self.heads, self.model, self.samples = heads, model, samples
+        self.updates, self.lr, self.seed = updates, lr, seed
+        self.start_P = samples.starts()
+        self.batch = min(batch_positions, self.start_P.numel())
+        self.readout = Readout.of(model, heads.vocabulary_V)
+        self.vocabulary_V = None if heads.vocabulary_V is None else heads.vocabulary_V.cpu()
+        self.optimizer = torch.optim.AdamW(heads.parameters(), lr=lr, betas=(0.9, 0.98))
+        self.progress: Progress
+
+    def identity(self) -> dict[str, int | float | str]:
+        """What must agree for a checkpoint to be of this fit: the settings and the data."""
+        return {
+            "updates": self.updates,
+            "batch_positions": self.batch,
+            "lr": self.lr,
+            "seed": self.seed,
+            "positions": self.start_P.numel(),
+            "tokens": str(int((self.samples.token_P * torch.arange(1, self.samples.token_P.numel() + 1)).sum())),
+            "draft_vocabulary": 0 if self.vocabulary_V is None else str(int(self.vocabulary_V.sum())),
+            "heads": str(self.heads.config),
+        }
+
+    def start(self, judge: Judge, checkpoint: Path | None) -> None:
+        """From the checkpoint if there is one, else from the heads as they are."""
+        saved = None if checkpoint is None else read_checkpoint(checkpoint, self.identity())
+        if saved is None:
+            self.progress = Progress.fresh(self.heads, judge.kl(self.heads))
+        else:
+            self.progress = saved.progress.to(self.heads.first_KFI.device)
+            saved.restore(self.heads, self.optimizer)
+
+    def run(
+        self, judge: Judge, checkpoint: Path | None, on_progress: Callable[[FitProgress], None] | None
+    ) -> str | None:
+        """All updates that are left. Returns what went wrong, or None."""
+        first, began, saved = self.progress.update, time.monotonic(), time.monotonic()
+        while self.progress.update < self.updates:
+            loss_K = self._update(self.progress.update)
+            if not bool(loss_K.isfinite().all()):
+                return (
+                    f"the loss was not finite at update {self.progress.update + 1}: stopped, and kept the best weights "
+                    "before it. Try a lower learning rate, and check the model's hidden states for NaN"
+                )
+            self.progress.update = update = self.progress.update + 1
+            if update == self.updates or update % math.ceil(self.updates / JUDGEMENTS) == 0:
+                self.progress.consider(self.heads, judge.kl(self.heads))
+            now = time.monotonic()
+            if checkpoint is not None and (update == self.updates or now - saved > SAVE_SECONDS):
+                write_checkpoint(checkpoint, self.identity(), self.heads, self.optimizer, self.progress)
+                saved = now
+            if on_progress is not None:
+                left = (now - began) / (update - first) * (self.updates - update)
+                on_progress(FitProgress(update=update, updates=self.updates, loss_K=loss_K.tolist(), seconds_left=left))
+        return None
+
+    def keep_best(self) -> None:
+        """Give each horizon the weights that did best; the heads' own optimiser state ends here."""
+        with torch.no_grad():
+            self.heads.first_KFI.copy_(self.progress.best_first_KFI)
+            self.heads.second_KHF.copy_(self.progress.best_second_KHF)
+
+    def _update(self, update: int) -> Tensor:
+        """One step; returns the batch's KL per horizon. The weights stay as they are when it is not finite."""
+        position_B = self._batch(update)
+        ahead_BK, exists_BK = self.samples.ahead(position_B, self.heads.horizons)
+        state_BKH = states(self.heads, self.model, self.samples, position_B)
+        # One horizon's logits at a time: their gradients meet again at the states.
+        leaf_BKH = state_BKH.detach().requires_grad_()
+        losses = []
+        for k in range(self.heads.horizons):
+            law = self.samples.law(ahead_BK[:, k], self.vocabulary_V)
+            kl_B, weight_B = kl_to(law, self.readout.logits(leaf_BKH[:, k]), exists_BK[:, k])
+            loss = (kl_B * weight_B).sum() / weight_B.sum().clamp(min=1.0)
+            loss.backward()
+            losses.append(loss.detach())
+        loss_K = torch.stack(losses)
+        if not bool(loss_K.isfinite().all()):
+            return loss_K
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * _schedule(update, self.updates)
+        state_BKH.backward(leaf_BKH.grad)
+        torch.nn.utils.clip_grad_norm_(self.heads.parameters(), CLIP_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss_K
+
+    def _batch(self, update: int) -> Tensor:
+        """Positions of this update: consecutive pieces of a shuffle that is new for each pass over the samples."""
+        epoch, piece = divmod(update, self.start_P.numel() // self.batch)
+        generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+        shuffled_P = self.start_P[torch.randperm(self.start_P.numel(), generator=generator)]
+        return shuffled_P[piece * self.batch : (piece + 1) * self.batch]
+
+
+def _schedule(update: int, updates: int) -> float:
+    warm = max(1, round(WARM_UP * updates))
+    if update < warm:
+        return (update + 1) / warm
+    share = (update - warm) / max(1, updates - warm)
+    return FINAL_LR + (1.0 - FINAL_LR) * 0.5 * (1.0 + math.cos(math.pi * share))
+
+
+def _regress_note(progress: Progress) -> str | None:
+    judged_K = progress.first_kl_K.isfinite() & (progress.best_update_K == 0)
+    stuck = [str(k + 1) for k, kept in enumerate(judged_K.tolist()) if kept]
+    if not stuck:
+        return None
+    return f"horizon {', '.join(stuck)}: no update did better on held-out responses, so the weights before are kept"

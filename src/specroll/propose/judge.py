@@ -1,0 +1,155 @@
+"""How good heads are on responses that they did not learn from: KL per horizon, accepted tokens per round.
+
+Teacher-forced: every position of a trajectory is the start of one round, grown and walked by the same code as a
+rollout's, with the tokens that were really drawn as the target's draws. No forward pass of the model is run.
+
+    P  positions    B  positions of one chunk    K  horizons    C  candidates    V  draft vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specroll.budget.calibrate import HitCalibrator
+from specroll.propose.heads import FutureHeads
+from specroll.propose.readout import Readout, embed
+from specroll.propose.samples import Law, Samples, slots
+from specroll.tree.grow import grow
+from specroll.types import Draft, Draws, Trajectory
+from specroll.verify.walk import walk
+
+ROUNDS = 2048
+"""Positions that acceptance is counted at, at most, evenly spread: a standard error of about 0.03."""
+KL_POSITIONS = 1024
+CHUNK_LOGITS = 1 << 22
+"""Logits held at once."""
+
+
+class Judge:
+    """Held-out samples, seen through one model, to which heads are shown before and after they learn."""
+
+    def __init__(self, model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> None:
+        self.model = model
+        self.samples = Samples.of(trajectories)
+        self.start_P = _spread(self.samples.starts(), ROUNDS)
+
+    @torch.no_grad()
+    def kl(self, heads: FutureHeads) -> Tensor:
+        """KL(target || head) per horizon over the draft vocabulary, in nats, float64 [K] on the CPU.
+
+        NaN where no position has that horizon.
+        """
+        total_K2 = torch.zeros(heads.horizons, 2, dtype=torch.float64)
+        for position_B, logits_BKV in self._logits(heads, _spread(self.start_P, KL_POSITIONS)):
+            ahead_BK, exists_BK = self.samples.ahead(position_B, heads.horizons)
+            for k in range(heads.horizons):
+                law = self.samples.law(ahead_BK[:, k], _vocabulary(heads))
+                kl_B, weight_B = kl_to(law, logits_BKV[:, k], exists_BK[:, k])
+                total_K2[k] += torch.stack((kl_B.double() @ weight_B.double(), weight_B.double().sum())).cpu()
+        return total_K2[:, 0] / total_K2[:, 1].where(total_K2[:, 1] > 0, torch.nan)
+
+    @torch.no_grad()
+    def acceptance(
+        self,
+        heads: FutureHeads,
+        nodes: Sequence[int],
+        *,
+        ranking: Literal["noise", "probability"] = "noise",
+        candidates: int = 16,
+    ) -> dict[int, float]:
+        """Mean accepted tokens per round for trees of so many nodes (tokens per round = 1 + this)."""
+        drafts = list(self._drafts(heads, ranking, candidates))
+        return {count: self._accepted(heads, drafts, count) for count in nodes}
+
+    def _accepted(self, heads: FutureHeads, drafts: list[tuple[Tensor, Tensor, Tensor]], nodes: int) -> float:
+        calibrator = HitCalibrator(heads.horizons)
+        accepted = 0
+        for counting in (False, True):  # the first pass only settles the calibration, as a running rollout has
+            for position_B, token_BKC, score_BKC in drafts:
+                draft = Draft(token_BKC, score_BKC, calibrator.hit(score_BKC))
+                tree = grow(draft, self.samples.token_P[position_B], nodes).tree
+                start_N = position_B[tree.sequence_N]
+                drawn_N = start_N + tree.depth_N + 1
+                known_N = tree.depth_N < self.samples.left_P[start_N]
+                token_N = self.samples.token_P[drawn_N.clamp(max=self.samples.token_P.numel() - 1)].where(known_N, -1)
+                zeros_N = torch.zeros(token_N.numel())
+                verdict = walk(tree, Draws(token_N, zeros_N, zeros_N, zeros_N))
+                calibrator.observe(draft, tree, verdict)
+                accepted += counting * (int(verdict.accepted_N.sum()) - position_B.numel())
+        return accepted / self.start_P.numel()
+
+    def _drafts(self, heads: FutureHeads, ranking: str, candidates: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        vocabulary_V = _vocabulary(heads)
+        for position_B, logits_BKV in self._logits(heads, self.start_P):
+            score_BKV = logits_BKV.cpu()
+            if ranking == "noise":
+                ahead_BK, _ = self.samples.ahead(position_B, heads.horizons)
+                for k in range(heads.horizons):
+                    score_BKV[:, k] += self._noise(ahead_BK[:, k], vocabulary_V, score_BKV.shape[-1], generator)
+            score_BKC, slot_BKC = score_BKV.topk(min(candidates, score_BKV.shape[-1]), dim=-1)
+            yield position_B, slot_BKC if vocabulary_V is None else vocabulary_V[slot_BKC], score_BKC
+
+    def _noise(self, position_B: Tensor, vocabulary_V: Tensor | None, size: int, generator: torch.Generator) -> Tensor:
+        """Noise that could have drawn the tokens which were drawn: a sample of g given argmax(log p + g), [B, V].
+
+        The largest log p + g is a standard Gumbel M whoever wins. The drawn token's g follows from it, every other
+        likely token's is a Gumbel cut off so that it stays below M, and tokens without probability have free noise.
+        """
+        noise_BV = _gumbel((position_B.numel(), size), generator)
+        token_B1 = self.samples.token_P[position_B, None]
+        top_B1 = _gumbel((position_B.numel(), 1), generator)
+        logp_BC, top_token_BC = self.samples.top_logp_PC[position_B], self.samples.top_token_PC[position_B]
+        other_BC = -torch.logaddexp(-top_B1, -(logp_BC + _gumbel(logp_BC.shape, generator))) - logp_BC
+        known_BC = (top_token_BC == token_B1) & logp_BC.isfinite()
+        # A drawn token that the sparse law does not list has at most what the law leaves over.
+        rest_B1 = (1.0 - logp_BC.exp().sum(-1, keepdim=True)).clamp(min=1e-4).log()
+        drawn_logp_B1 = torch.where(known_BC.any(-1, keepdim=True), logp_BC.where(known_BC, 0.0).sum(-1, True), rest_B1)
+        slot_BC, inside_BC = slots(top_token_BC, vocabulary_V)
+        rows_BC = torch.arange(position_B.numel())[:, None].expand_as(slot_BC)
+        usable_BC = inside_BC & logp_BC.isfinite()
+        noise_BV[rows_BC[usable_BC], slot_BC[usable_BC]] = other_BC[usable_BC]
+        slot_B1, inside_B1 = slots(token_B1, vocabulary_V)
+        noise_BV[rows_BC[:, :1][inside_B1], slot_B1[inside_B1]] = (top_B1 - drawn_logp_B1)[inside_B1]
+        return noise_BV
+
+    def _logits(self, heads: FutureHeads, start_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Chunks of positions and the heads' logits there, [B, K, V] float32."""
+        readout = Readout.of(self.model, heads.vocabulary_V)
+        rows = max(1, CHUNK_LOGITS // (heads.horizons * readout.row_VH.shape[0]))
+        for position_B in start_P.split(rows):
+            yield position_B, readout.logits(states(heads, self.model, self.samples, position_B))
+
+
+def states(heads: FutureHeads, model: PreTrainedModel, samples: Samples, position_B: Tensor) -> Tensor:
+    """The heads' states z at positions of `samples`, [B, K, H] on the heads' device."""
+    device = heads.first_KFI.device
+    root_BH = embed(model, samples.token_P[position_B].to(device)) if heads.config.root_conditioned else None
+    return heads(samples.hidden_PH[position_B].to(device), root_BH)
+
+
+def kl_to(law: Law, logits_BV: Tensor, exists_B: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(law || softmax(logits)) per row, and the row's weight: 0 where there is no target or no mass to match."""
+    slot_BC, probability_BC = (part.to(logits_BV.device) for part in law)
+    weight_B = exists_B.to(logits_BV.device) & (probability_BC > 0).any(-1)
+    logq_BC = logits_BV.gather(1, slot_BC) - logits_BV.logsumexp(-1, keepdim=True)
+    return (torch.xlogy(probability_BC, probability_BC) - probability_BC * logq_BC).sum(-1), weight_B.float()
+
+
+def _spread(position_P: Tensor, most: int) -> Tensor:
+    """At most so many of the positions, evenly spread."""
+    count = position_P.numel()
+    return position_P[torch.linspace(0, count - 1, min(most, count)).round().long()]
+
+
+def _vocabulary(heads: FutureHeads) -> Tensor | None:
+    return None if heads.vocabulary_V is None else heads.vocabulary_V.cpu()
+
+
+def _gumbel(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return -torch.empty(*shape).exponential_(generator=generator).log()

@@ -1,0 +1,109 @@
+"""What finished responses teach: trajectories laid end to end, and the draft vocabulary that they suggest.
+
+P  positions, over all trajectories    K  horizons    C  candidates kept of a law    B  positions of a batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specroll.types import Trajectory
+
+LIKELY = 0.02
+"""A token this likely at some position belongs to the draft vocabulary, drawn or not."""
+
+
+class Law(NamedTuple):
+    """The target's sparse law over the draft vocabulary: indices into it, and probabilities (0 pads), sum 1 or 0."""
+
+    slot_NC: Tensor
+    probability_NC: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Trajectories laid end to end, as float and integer tensors on the CPU. `left_P` counts the positions that follow
+    in the same trajectory, so horizon k has something to learn at position i where k <= left_P[i]."""
+
+    hidden_PH: Tensor
+    token_P: Tensor
+    top_token_PC: Tensor
+    top_logp_PC: Tensor
+    left_P: Tensor
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory]) -> Samples:
+        """Raises ValueError when there is nothing to learn from: no response of two tokens."""
+        if not any(t.token_T.numel() > 1 for t in trajectories):
+            raise ValueError(
+                f"none of the {len(trajectories)} trajectories has two tokens, and heads learn from those after the "
+                "first: sample longer responses, or more of them"
+            )
+        width = max(t.top_token_TC.shape[1] for t in trajectories)
+        pads = [(0, width - t.top_token_TC.shape[1]) for t in trajectories]
+        return cls(
+            hidden_PH=torch.cat([t.hidden_TH for t in trajectories]),
+            token_P=torch.cat([t.token_T for t in trajectories]),
+            top_token_PC=torch.cat([F.pad(t.top_token_TC, pad) for t, pad in zip(trajectories, pads, strict=True)]),
+            top_logp_PC=torch.cat(
+                [F.pad(t.top_logp_TC, pad, value=-torch.inf) for t, pad in zip(trajectories, pads, strict=True)]
+            ),
+            left_P=torch.cat([torch.arange(t.token_T.numel() - 1, -1, -1) for t in trajectories]),
+        )
+
+    def starts(self) -> Tensor:
+        """The positions that have at least one token after their root, in order."""
+        return torch.nonzero(self.left_P >= 1).squeeze(1)
+
+    def ahead(self, position_B: Tensor, horizons: int) -> tuple[Tensor, Tensor]:
+        """For each position, those that the horizons predict, [B, K], and whether they exist (else clipped)."""
+        ahead_K = torch.arange(1, horizons + 1)
+        exists_BK = ahead_K <= self.left_P[position_B, None]
+        return (position_B[:, None] + ahead_K).clamp(max=self.token_P.numel() - 1), exists_BK
+
+    def law(self, position_N: Tensor, vocabulary_V: Tensor | None) -> Law:
+        """The laws at positions, cut to the draft vocabulary and renormalised (all 0 where nothing is left)."""
+        token_NC, probability_NC = self.top_token_PC[position_N], self.top_logp_PC[position_N].exp()
+        slot_NC, inside_NC = slots(token_NC, vocabulary_V)
+        probability_NC = probability_NC * inside_NC
+        mass_N1 = probability_NC.sum(-1, keepdim=True)
+        return Law(slot_NC, probability_NC / mass_N1.clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def slots(token_N: Tensor, vocabulary_V: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where tokens stand in a sorted draft vocabulary, and whether they are in it (else the slot means nothing)."""
+    if vocabulary_V is None:
+        return token_N, torch.ones_like(token_N, dtype=torch.bool)
+    slot_N = torch.searchsorted(vocabulary_V, token_N).clamp(max=vocabulary_V.numel() - 1)
+    return slot_N, vocabulary_V[slot_N] == token_N
+
+
+def split(trajectories: Sequence[Trajectory], held_out: float, seed: int) -> tuple[list[Trajectory], list[Trajectory]]:
+    """To learn from, and to be judged by: whole trajectories, because neighbouring positions tell of each other.
+
+    The second list is empty when `held_out` is 0 or there is only one trajectory.
+    """
+    if not 0.0 <= held_out < 1.0:
+        raise ValueError(f"held_out must be in [0, 1), got {held_out}")
+    count = len(trajectories)
+    judges = min(count - 1, max(1, round(count * held_out))) if held_out > 0 else 0
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = set(order[: max(judges, 0)])
+    learn = [t for i, t in enumerate(trajectories) if i not in chosen]
+    return learn, [t for i, t in enumerate(trajectories) if i in chosen]
+
+
+def draft_vocabulary(trajectories: Iterable[Trajectory], prompts: Iterable[Sequence[int]] = ()) -> Tensor:
+    """The tokens worth proposing, sorted: all that were drawn, that prompts hold, or that were likely somewhere."""
+    parts = [torch.tensor(list(prompt), dtype=torch.int64) for prompt in prompts]
+    for trajectory in trajectories:
+        parts += [trajectory.token_T, trajectory.top_token_TC[trajectory.top_logp_TC.exp() >= LIKELY]]
+    if not parts:
+        raise ValueError("a draft vocabulary needs at least one trajectory or prompt")
+    return torch.unique(torch.cat(parts))

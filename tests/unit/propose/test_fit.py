@@ -1,0 +1,181 @@
+"""Fitting on toy worlds: what can be learned is learned, what was interrupted goes on, what gets worse is undone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import specroll.propose.fit as fit_module
+from specroll.config import HeadsConfig
+from specroll.propose.fit import FitProgress, FitReport, fit
+from specroll.propose.heads import FutureHeads
+from specroll.propose.judge import Judge
+from specroll.types import Trajectory
+
+VOCAB = 24
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def world(count: int = 40, length: int = 30, seed: int = 0) -> list[Trajectory]:
+    """A Markov chain over 12 tokens: the root decides the law of the next token, the hidden state tells nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    successor_V = torch.randperm(12, generator=torch.Generator().manual_seed(99))
+    law_VV = torch.full((12, 12), 0.2 / 11)
+    law_VV[torch.arange(12), successor_V] = 0.8
+    trajectories = []
+    for _ in range(count):
+        tokens = [int(torch.randint(12, (1,), generator=generator))]
+        while len(tokens) < length:
+            tokens.append(int(torch.multinomial(law_VV[tokens[-1]], 1, generator=generator)))
+        previous_T = torch.tensor([tokens[0], *tokens[:-1]])
+        trajectories.append(
+            Trajectory(
+                hidden_TH=torch.randn(length, 16, generator=generator).bfloat16(),
+                token_T=torch.tensor(tokens),
+                top_token_TC=torch.arange(12).expand(length, -1),
+                top_logp_TC=law_VV[previous_T].log(),
+            )
+        )
+    return trajectories
+
+
+def run(model: LlamaForCausalLM, heads: FutureHeads, **changes: object) -> FitReport:
+    settings = {"updates": 60, "batch_positions": 128, "lr": 2e-2, "nodes": (1, 4), **changes}
+    return fit(heads, model, world(), **settings)  # type: ignore[arg-type]
+
+
+def heads_of(model: LlamaForCausalLM, *, root_conditioned: bool = True) -> FutureHeads:
+    config = HeadsConfig(horizons=2, root_conditioned=root_conditioned)
+    return FutureHeads.for_model(model, config, vocabulary=torch.arange(14))
+
+
+def test_root_conditioning_learns_what_the_root_decides(model: LlamaForCausalLM) -> None:
+    seeing, blind = heads_of(model), heads_of(model, root_conditioned=False)
+    seen, unseen = run(model, seeing), run(model, blind)
+    assert seen.kl_after_K[0] < 0.2 < 1.0 < unseen.kl_after_K[0]
+    assert seen.kl_after_K[0] < seen.kl_before_K[0] - 1.0
+    # One node at the law's mode hits with probability 0.8; untrained heads know nothing.
+    assert seen.accepted_before[1] < 0.3 < 0.6 < seen.accepted_after[1] <= 1.0
+    assert seen.accepted_after[4] > seen.accepted_after[1] + 0.3
+    assert seen.note is None and seen.updates == 60 and min(seen.kept_update_K) > 0
+    assert seen.held_out_trajectories == 4 and seen.draft_coverage == 1.0 and seen.draft_vocabulary == 14
+    # The report is of the weights that are left in the heads.
+    judge = Judge(model, [t for i, t in enumerate(world()) if i in _held_out()])
+    torch.testing.assert_close(judge.kl(seeing), torch.tensor(seen.kl_after_K, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+def _held_out() -> set[int]:
+    return set(torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()[:4])
+
+
+def test_only_the_heads_move(model: LlamaForCausalLM) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run(model, heads_of(model), updates=3)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stop_at", [1, 23, 40])
+def test_an_interrupted_fit_ends_like_an_uninterrupted_one(
+    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    monkeypatch.setattr(fit_module, "SAVE_SECONDS", -1.0)
+    whole, halved = heads_of(model), heads_of(model)
+    report = run(model, whole, updates=40)
+
+    def interrupt(progress: FitProgress) -> None:
+        if progress.update == stop_at:
+            raise Interrupted
+
+    checkpoint = tmp_path / "fit.safetensors"
+    with pytest.raises(Interrupted):
+        run(model, halved, updates=40, checkpoint=checkpoint, on_progress=interrupt)
+    resumed = heads_of(model)  # as a new process would
+    seen: list[FitProgress] = []
+    again = run(model, resumed, updates=40, checkpoint=checkpoint, on_progress=seen.append)
+    assert [p.update for p in seen] == list(range(stop_at + 1, 41))
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    for name in ("updates", "kl_before_K", "kl_after_K", "accepted_after", "kept_update_K"):
+        assert getattr(again, name) == getattr(report, name), name
+    assert [p.name for p in tmp_path.iterdir()] == ["fit.safetensors"]
+
+
+def test_a_checkpoint_of_another_fit_or_a_damaged_one_is_refused(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "folder" / "fit.safetensors"
+    run(model, heads_of(model), updates=2, checkpoint=checkpoint)
+    with pytest.raises(ValueError, match=r"another fit: lr, updates differ; delete it"):
+        run(model, heads_of(model), updates=3, lr=0.5, checkpoint=checkpoint)
+    with pytest.raises(ValueError, match=r"another fit: positions, tokens differ"):
+        fit(heads_of(model), model, world(30), updates=2, batch_positions=128, lr=2e-2, checkpoint=checkpoint)
+    payload = checkpoint.read_bytes()
+    for damaged in (b"", payload[:100], payload[:-5], b"\xff" * 64):
+        checkpoint.write_bytes(damaged)
+        with pytest.raises(ValueError, match="not a usable checkpoint"):
+            run(model, heads_of(model), updates=2, checkpoint=checkpoint)
+
+
+def test_a_fit_that_makes_things_worse_is_undone(model: LlamaForCausalLM) -> None:
+    heads = heads_of(model)
+    run(model, heads)
+    good = [parameter.detach().clone() for parameter in heads.parameters()]
+    report = run(model, heads, updates=6, lr=3.0, seed=0)
+    assert report.note is not None and "horizon 1" in report.note and "held-out" in report.note
+    assert report.kept_update_K[0] == 0 and report.kl_after_K[0] == report.kl_before_K[0]
+    torch.testing.assert_close(heads.first_KFI[0], good[0][0], rtol=0, atol=0)
+    torch.testing.assert_close(heads.second_KHF[0], good[1][0], rtol=0, atol=0)
+
+
+def test_a_loss_that_is_not_finite_leaves_the_weights_before(model: LlamaForCausalLM) -> None:
+    trajectories = world()
+    learned = next(i for i in range(40) if i not in _held_out())
+    trajectories[learned].hidden_TH[3] = torch.nan
+    heads = heads_of(model)
+    before = [parameter.detach().clone() for parameter in heads.parameters()]
+    report = fit(heads, model, trajectories, updates=50, batch_positions=2000, nodes=(1,))
+    assert report.note is not None and "not finite at update 1" in report.note
+    assert all(torch.equal(a, b) for a, b in zip(before, heads.parameters(), strict=True))
+
+
+def test_full_vocabulary_and_nothing_held_out(model: LlamaForCausalLM) -> None:
+    heads = FutureHeads.for_model(model, HeadsConfig(horizons=2))
+    report = run(model, heads, held_out=0.0)
+    assert report.draft_vocabulary is None and report.held_out_trajectories == 0
+    assert report.kl_after_K[0] < 0.3
+
+
+def test_horizons_that_no_held_out_response_reaches_keep_what_they_learned(model: LlamaForCausalLM) -> None:
+    trajectories = [
+        Trajectory(t.hidden_TH[:2], t.token_T[:2], t.top_token_TC[:2], t.top_logp_TC[:2]) if i in _held_out() else t
+        for i, t in enumerate(world())
+    ]
+    heads = heads_of(model)
+    report = fit(heads, model, trajectories, updates=10, batch_positions=128, nodes=(1,))
+    assert report.kept_update_K[1] == 10 and bool(heads.second_KHF[1].any())
+
+
+def test_bad_settings_are_refused(model: LlamaForCausalLM) -> None:
+    for bad in ({"updates": 0}, {"batch_positions": 0}, {"lr": 0.0}, {"lr": float("nan")}, {"held_out": 1.0}):
+        with pytest.raises(ValueError, match="got"):
+            run(model, heads_of(model), **bad)
+    with pytest.raises(ValueError, match="sample longer responses"):
+        fit(heads_of(model), model, world(3, length=1))
+    with pytest.raises(ValueError, match="width 16, the heads 8"):
+        fit(FutureHeads(8, VOCAB), model, world(3))
