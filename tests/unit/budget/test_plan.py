@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from specroll.budget import LatencyCurve, Planner, row_grid
@@ -60,13 +62,13 @@ class Simulation:
     chosen: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
+        self.random = np.random.default_rng(self.seed)
 
     def run(self, heads: Heads, running: Iterable[int]) -> Simulation:
         for s in running:
             nodes = self.planner.nodes(s) if self.planner else self.fixed
             hits = [heads.true(i + 1) for i in range(nodes)]
-            accepted = sum(self.random.random() < hit for hit in hits for _ in range(s))
+            accepted = int(self.random.binomial(s, hits).sum()) if nodes else 0
             self.seconds += self.curve(s * (1 + nodes)) + (self.propose_seconds if nodes else 0.0)
             self.plain_seconds += self.curve(s) * (s + accepted) / s
             self.chosen.append(nodes)
@@ -117,8 +119,8 @@ def test_useless_heads_cost_next_to_nothing(curve: str, running: int, heads: Hea
     speeds = [
         Simulation(plan(CURVES[curve]), CURVES[curve], seed=s).run(heads, [running] * 128).speed for s in range(5)
     ]
-    assert min(speeds) > 0.97
-    assert Simulation(plan(CURVES[curve]), CURVES[curve]).run(heads, [running] * 2000).speed > 0.985
+    assert min(speeds) > 0.978
+    assert Simulation(plan(CURVES[curve]), CURVES[curve]).run(heads, [running] * 600).speed > 0.985
 
 
 def run_down(rollouts: int) -> list[int]:
@@ -142,16 +144,17 @@ def test_speculation_starts_where_it_begins_to_pay() -> None:
     assert Simulation(plan(CPU), CPU).run(HOSTILE, running).speed > 0.985
 
 
-@pytest.mark.parametrize("running", [1, 4])
-def test_recovery_is_noticed(running: int) -> None:
-    simulation = Simulation(plan(CPU), CPU).run(HOSTILE, [running] * 1500)
-    assert not any(simulation.chosen[-100:-50])
-    simulation.run(GOOD, [running] * 1500)
-    back = next(
-        i for i, n in enumerate(simulation.chosen[1500:]) if simulation.chosen[1500 + i : 1520 + i].count(0) == 0
-    )
-    assert back < 900
-    assert sum(map(bool, simulation.chosen[-200:])) > 190
+@pytest.mark.parametrize(("running", "rounds"), [(1, 200), (4, 60)])
+def test_recovery_is_noticed(running: int, rounds: int) -> None:
+    """Probes come every 256 rounds by then; the median run trusts the heads for good soon after the first one."""
+    hostile = Simulation(plan(CPU), CPU).run(HOSTILE, [running] * 1500)
+    assert not any(hostile.chosen[-100:-50])
+    waits = []
+    for seed in range(15):
+        recovered = Simulation(copy.deepcopy(hostile.planner), CPU, seed=seed).run(GOOD, [running] * 400)
+        on = list(map(bool, recovered.chosen))
+        waits.append(next((i for i in range(380) if all(on[i : i + 20])), 400))
+    assert statistics.median(waits) <= rounds
 
 
 @pytest.mark.parametrize("running", [1, 4])
@@ -190,7 +193,8 @@ def test_is_worth_it_when_the_curve_is_a_little_wrong() -> None:
 def test_stays_under_the_published_bound(running: int) -> None:
     planner = plan(GPU, max_nodes=12)
     assert planner.paper_nodes(running) == min(GPU.capacity() // running, 12)
-    simulation = Simulation(planner, GPU).run(GOOD, [running] * 50)
+    certain = Heads(lambda i: 0.95, lambda i: 0.95)  # would pay for more
+    simulation = Simulation(planner, GPU).run(certain, [running] * 50)
     assert max(simulation.chosen) <= planner.paper_nodes(running)
 
 

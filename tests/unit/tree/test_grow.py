@@ -86,7 +86,7 @@ def lattices(draw: st.DrawFn) -> torch.Tensor:
     return torch.tensor(values).view(shape)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(hit_SKC=lattices(), nodes=st.integers(0, 20))
 def test_keeps_what_a_heap_would_keep(hit_SKC: torch.Tensor, nodes: int) -> None:
     draft = make_draft(hit_SKC)
