@@ -73,7 +73,8 @@ class Engine:
         self.config, self.budget = config, budget
         self.eos_ids = frozenset(_eos_ids(self.target, tokenizer) if eos_ids is None else eos_ids)
         self.policy_version = 0
-        self._planner: tuple[Proposer, Planner] | None = None
+        self._planner: Planner | None = None
+        self._planned: tuple[Proposer, int] | None = None  # the proposer and its version that the planner knows
 
     def generate(
         self,
@@ -149,14 +150,17 @@ class Engine:
         """The planner of the present proposer: it remembers across calls what that proposer is worth."""
         if self.proposer is None or self._most_nodes() == 0:
             return None
-        if self._planner is None or self._planner[0] is not self.proposer:
+        planner = self._planner
+        if planner is None or self._planned is None or self._planned[0] is not self.proposer:
             if self.budget.fixed_nodes is not None:
                 planner = Planner(self.budget, None, 0.0)  # nothing to plan
             else:
                 curve = latency_curve(self.target, sampling)
                 planner = Planner(self.budget, curve, propose_seconds(self.target, self.proposer, sampling))
-            self._planner = (self.proposer, planner)
-        return self._planner[1]
+        elif self._planned[1] != self.proposer.version:
+            planner.refreshed()
+        self._planner, self._planned = planner, (self.proposer, self.proposer.version)
+        return planner
 
 
 def _eos_ids(target: HFTarget, tokenizer: Any) -> Sequence[int]:
