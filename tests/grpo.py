@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tiny import tiny, tiny_tokenizer
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from specroll.propose.heads import FutureHeads
 from specroll.train.trainer import SpecRollGRPOTrainer
+from tiny import tiny, tiny_tokenizer
 
 PROMPTS = ["3+4=", "what is 2*9?", "say: a, b, c", "count to ten", "7-5", "hello there", "x/(y+1)", "a 'quoted' word"]
 SPECULATE: dict[str, Any] = {"fixed_nodes": 4}

@@ -1,16 +1,21 @@
-"""What happens around a training step: heads go into the checkpoints.
+"""What happens around a step: heads go into checkpoints, logs into the run's folder and view, Ctrl-C stops well.
 
-Knows the trainer's callbacks and the rollout's `save`; nothing of losses or samples.
+Knows the trainer's callbacks; nothing of losses or samples.
 """
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from specroll.report.live import LiveView
+from specroll.report.records import RunFolder
 from specroll.train.rollout import SpecRollout
 
 
@@ -23,3 +28,52 @@ class HeadsInCheckpoints(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self.rollout.save(Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+
+class StepRecords(TrainerCallback):
+    """Each step's logs, written to the run's folder and shown."""
+
+    def __init__(self, folder: RunFolder, view: LiveView) -> None:
+        self.folder, self.view = folder, view
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero and logs and "reward" in logs:
+            self.folder.add_metrics(state.global_step, logs)
+            self.view.update({"step": state.global_step, **logs})
+
+
+class StopWell(TrainerCallback):
+    """Turns the first Ctrl-C (or SIGTERM) into: finish this step, save a checkpoint, stop. A context manager.
+
+    The second one stops at once, as Ctrl-C does elsewhere. Outside the main thread signals are left alone.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.asked = False
+        self._say = say
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopWell:
+        try:
+            self._before = {number: signal.signal(number, self._ask) for number in self.SIGNALS}
+        except ValueError:  # not the main thread
+            self._before = {}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._say("Finishing this step, then saving it. Ctrl-C again stops at once.")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.asked:
+            control.should_save = control.should_training_stop = True

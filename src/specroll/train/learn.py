@@ -1,7 +1,7 @@
 """Heads that learn from the first rollouts of a run, so that speculation needs no preparation.
 
-Decides when and how long they learn; how is `propose.fit`'s matter. Learning happens between rollouts, each of which sees
-one state of the heads, and ends after the first few hundred responses: recording costs time as well.
+Decides when and how long they learn; how is `propose.fit`'s matter. Learning happens between rollouts, each of which
+sees one state of the heads, and ends after the first few hundred responses: recording costs time as well.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from specroll.propose.samples import draft_vocabulary
 from specroll.types import Trajectory
 
 FIRST, LAST = 32, 256
-"""Responses after which heads learn for the first and for the last time; in between, whenever the number has doubled."""
+"""Responses after which heads learn first and last; in between, whenever the number has doubled."""
 POSITIONS = 32_768
 """Most tokens that are remembered, which bounds memory where responses are long."""
 TIME_SHARE = 0.5
-"""Learning takes at most this share of the time of the rollouts that it learns from (and a few updates at the least)."""
+"""Learning takes at most this share of the time of the rollouts it learns from, a few updates at the least."""
 LEAST_UPDATES, MOST_UPDATES = 8, 200
 BATCH_POSITIONS = 256
 LEARNING_RATE = 2e-3  # short fits: twice what a long one likes
@@ -60,7 +60,7 @@ class HeadsLearner:
             self._positions += tokens
 
     def learn(self, rollout_seconds: float) -> bool:
-        """After a recorded rollout that took so long: learn, if it is time to. Returns whether the heads have changed."""
+        """After a recorded rollout that took so long: learn, if it is time to. Returns whether heads have changed."""
         self._rollout_seconds += rollout_seconds
         if self.completions < self._due or not any(t.token_T.numel() > 1 for t in self._trajectories):
             return False

@@ -1,7 +1,7 @@
 """TRL's `rollout_func`: prompts in, exact samples of the trainer's own weights out.
 
-Knows the trainer (its settings, template, state and metrics) and the engine; what a draw is, how heads learn and how the loss
-is made are others' matters. For the one-line way in, see `trainer`.
+Knows the trainer (its settings, template, state and metrics) and the engine; what a draw is, how heads learn and how
+the loss is made are others' matters. For the one-line way in, see `trainer`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ Heads = str | Path | FutureHeads | None
 SAVED_HEADS = "specroll-heads"
 """Folder of the heads inside a checkpoint."""
 
-_EVAL, _STEP, _CALL, _RANK, _ROW = 1, 22, 16, 10, 14  # bits of a sample's name, 63 in all: an int64 that is not negative
+# Bits of a sample's name, 63 in all: an int64 that is not negative.
+_EVAL, _STEP, _CALL, _RANK, _ROW = 1, 22, 16, 10, 14
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,),
     "repetition_penalty": (1.0, None),
@@ -46,12 +47,13 @@ class SpecRollout:
 
         trainer = GRPOTrainer(..., rollout_func=SpecRollout())
 
-    Every response is a draw of the policy's law at the trainer's temperature, top-k, top-p and min-p, and a function of the
-    weights, `args.seed` and its place in the run (step, rank, row) alone: speculation, batch mates and a resume change nothing.
+    Every response is a draw of the policy's law at the trainer's temperature, top-k, top-p and min-p, and a function of
+    the weights, `args.seed` and its place in the run (step, rank, row) alone: speculation, batch mates and a resume
+    change nothing.
 
     Args:
-        heads: "learn" starts untrained heads that learn from the first rollouts; a folder, or heads, uses those; None decodes
-            without speculation.
+        heads: "learn" starts untrained heads that learn from the first rollouts; a folder, or heads, uses those; None
+            decodes without speculation.
         engine_config: how many responses run at once.
         budget: how many nodes a round may verify.
 
@@ -59,7 +61,11 @@ class SpecRollout:
     """
 
     def __init__(
-        self, heads: Heads = "learn", *, engine_config: EngineConfig = EngineConfig(), budget: BudgetConfig = BudgetConfig()
+        self,
+        heads: Heads = "learn",
+        *,
+        engine_config: EngineConfig = EngineConfig(),
+        budget: BudgetConfig = BudgetConfig(),
     ) -> None:
         self.heads_source = heads
         self.engine_config, self.budget = engine_config, budget
@@ -75,13 +81,13 @@ class SpecRollout:
     def __call__(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """Sample one response to each prompt, in order.
 
-        Returns `prompt_ids`, `completion_ids` (an EOS is kept as the last id) and `logprobs`: log p of each token at the trainer's
-        temperature without truncation, which is what the trainer itself computes.
+        Returns `prompt_ids`, `completion_ids` (an EOS is kept as the last id) and `logprobs`: log p of each token at
+        the trainer's temperature without truncation, which is what the trainer itself computes.
         Raises `ValueError` for settings that cannot be kept exactly and for prompts that do not fit.
         """
         mode: Mode = "train" if trainer.model.training else "eval"
         sampling, stop = sampling_of(trainer)
-        engine = self._engine_of(trainer)
+        engine = self.engine_of(trainer)
         prompt_ids = tokenize(prompts, trainer)
         _check_fit(prompt_ids, trainer, engine)
         samples = self._samples(mode, trainer, len(prompts))
@@ -106,18 +112,18 @@ class SpecRollout:
         }
 
     def save(self, folder: str | Path) -> None:
-        """Keep what the heads have learned in `folder` (a trainer's checkpoint). Heads that do not learn are not copied."""
+        """Keep what the heads have learned in `folder`, a checkpoint. Heads that do not learn are not copied."""
         if self.engine is not None and self.learner is not None:
             save_heads(self.learner.heads, Path(folder) / SAVED_HEADS, self.engine.target.causal)
             self.learner.save(Path(folder) / SAVED_HEADS)
 
     def restore(self, folder: str | Path) -> None:
-        """Go on, from the next rollout, with the heads that `save` left in `folder`; without any there, as if it were new."""
+        """Go on with the heads that `save` left in `folder`; without any there, as if new."""
         saved = Path(folder) / SAVED_HEADS
         self._checkpoint = saved if saved.is_dir() else None
         self.engine = self.learner = None
 
-    def _engine_of(self, trainer: GRPOTrainer) -> Engine:
+    def engine_of(self, trainer: GRPOTrainer) -> Engine:
         """The engine on the trainer's present model, made at the first rollout, told which policy it now runs."""
         model = unwrapped(trainer)
         if self.engine is None or self.engine.target.model is not model:
@@ -149,7 +155,7 @@ class SpecRollout:
         engine.proposer = HeadsProposer(heads, causal, ranking=self.budget.ranking)
 
     def _learn(self, engine: Engine, rollout: Rollout, trainer: GRPOTrainer) -> None:
-        """Between rollouts: a new proposer where heads have learned, because their worth and cost are to be found anew."""
+        """Between rollouts: a new proposer where heads have learned, as its worth and cost are to be found anew."""
         if self.learner is None:
             return
         before = self.learner.seconds
@@ -158,7 +164,7 @@ class SpecRollout:
             trainer._metrics["train"]["specroll/learning_seconds"].append(self.learner.seconds - before)
 
     def _samples(self, mode: Mode, trainer: GRPOTrainer, rows: int) -> list[int]:
-        """Names of this call's samples. The step counts calls from 0 again, so a resumed run draws what the first one drew."""
+        """Names of this call's samples. Each step counts its calls from 0, so a resumed run draws the same ones."""
         step = trainer.state.global_step
         last_step, calls = self._calls.get(mode, (step, 0))
         call = calls if step == last_step else 0
@@ -171,11 +177,17 @@ class SpecRollout:
 def sample_name(*, eval: bool, step: int, call: int, rank: int, row: int) -> int:
     """One int64 for each response of a run, so that no two share their noise.
 
-    Raises ValueError where a part does not fit its bits: more than 4 million steps, 65,536 rollouts within a step, 1,024 ranks or
-    16,384 responses of a rank in one rollout.
+    Raises ValueError where a part does not fit its bits: more than 4 million steps, 65,536 rollouts within a step,
+    1,024 ranks or 16,384 responses of a rank in one rollout.
     """
     name = 0
-    parts = {"eval": (int(eval), _EVAL), "step": (step, _STEP), "call": (call, _CALL), "rank": (rank, _RANK), "row": (row, _ROW)}
+    parts = {
+        "eval": (int(eval), _EVAL),
+        "step": (step, _STEP),
+        "call": (call, _CALL),
+        "rank": (rank, _RANK),
+        "row": (row, _ROW),
+    }
     for part, (value, bits) in parts.items():
         if not 0 <= value < 1 << bits:
             raise ValueError(
@@ -187,7 +199,7 @@ def sample_name(*, eval: bool, step: int, call: int, rank: int, row: int) -> int
 
 
 def sampling_of(trainer: GRPOTrainer) -> tuple[SamplingParams, tuple[str, ...]]:
-    """The law and stop strings that the trainer's arguments ask for. Raises ValueError, by name, for what is not exact."""
+    """The law and stop strings that the trainer asks for. Raises ValueError, by name, for what is not exact."""
     args = trainer.args
     if args.repetition_penalty not in (1.0, None):
         raise ValueError(
@@ -197,7 +209,9 @@ def sampling_of(trainer: GRPOTrainer) -> tuple[SamplingParams, tuple[str, ...]]:
     if args.use_vllm:
         raise ValueError("use_vllm=True loads a second engine that this rollout replaces: set use_vllm=False")
     if trainer.tools:
-        raise ValueError("tools and environments are not supported by this rollout: train without them, or use TRL's own")
+        raise ValueError(
+            "tools and environments are not supported by this rollout: train without them, or use TRL's own"
+        )
     extra = dict(args.generation_kwargs or {})
     for name, value in extra.items():
         if name not in _NEUTRAL or (_NEUTRAL[name] and value not in _NEUTRAL[name]):
@@ -226,11 +240,12 @@ def unwrapped(trainer: GRPOTrainer) -> nn.Module:
     }
     for name, used in sharded.items():
         if used:
-            raise ValueError(f"{name} shards the weights over devices, which rollouts do not support yet: use DDP or ZeRO-1/2")
+            raise ValueError(
+                f"{name} shards the weights over devices, which rollouts do not support yet: use DDP or ZeRO-1/2"
+            )
     if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
-        raise ValueError(
-            f"{type(trainer.processing_class).__name__} is for images or sound; rollouts are text only: pass a tokenizer"
-        )
+        kind = type(trainer.processing_class).__name__
+        raise ValueError(f"{kind} is for images or sound; rollouts are text only: pass a tokenizer")
     return trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
 
 
@@ -250,7 +265,7 @@ def tokenize(prompts: Sequence[Any], trainer: GRPOTrainer) -> list[list[int]]:
 
 
 def tempered_logps(completion: Completion) -> list[float]:
-    """log p of each token at the rollout's temperature, untruncated: what TRL's trainer computes from logits / temperature."""
+    """log p of each token at the temperature, untruncated: what the trainer computes from logits / temperature."""
     return [logp + math.log(kept) for logp, kept in zip(completion.logp, completion.kept_mass, strict=True)]
 
 
@@ -263,9 +278,9 @@ def _check_fit(prompt_ids: list[list[int]], trainer: GRPOTrainer, engine: Engine
         if limit and len(ids) + new > limit:
             start = repr(trainer.processing_class.decode(ids[:12]))  # type: ignore[union-attr]
             raise ValueError(
-                f"prompt {row} of this batch (it begins {start}) has {len(ids)} tokens; with max_completion_length={new} that "
-                f"is more than the model's {limit} positions: drop or shorten it, or set max_completion_length <= "
-                f"{max(limit - len(ids), 0)}"
+                f"prompt {row} of this batch (it begins {start}) has {len(ids)} tokens; with "
+                f"max_completion_length={new} that is more than the model's {limit} positions: drop or shorten it, "
+                f"or set max_completion_length <= {max(limit - len(ids), 0)}"
             )
 
 
@@ -287,7 +302,9 @@ def _log(rollout: Rollout, trainer: GRPOTrainer, mode: Mode) -> None:
         sum(r.proposed for r in rounds),
         sum(sum(r.accepted_by_depth) for r in rounds),
     ]
-    per_rank = trainer.accelerator.gather(torch.tensor([totals], dtype=torch.float32, device=trainer.accelerator.device))
+    per_rank = trainer.accelerator.gather(
+        torch.tensor([totals], dtype=torch.float32, device=trainer.accelerator.device)
+    )
     tokens, _, turns, emitted, proposed, accepted = per_rank.sum(0).tolist()  # type: ignore[union-attr]
     metrics = trainer._metrics[mode]
     metrics["specroll/tokens_per_second"].append(tokens / per_rank[:, 1].max().item())  # type: ignore[index]

@@ -2,7 +2,8 @@
 
     trainer = SpecRollGRPOTrainer(model, reward_funcs=..., args=..., train_dataset=...)
 
-Knows the trainer's loss only as far as is needed to measure how far the rollout's log-probabilities are from the trainer's.
+Knows the trainer's loss only as far as is needed to measure how far the rollout's log-probabilities are from the
+trainer's.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ class SpecRollGRPOTrainer(GRPOTrainer):
     """`trl.GRPOTrainer` whose responses come from specroll's engine; all of its arguments, and three more.
 
     Args:
-        heads: "learn" (default) starts untrained heads that learn from the first rollouts and are kept in the checkpoints; a folder
-            of fitted heads, or heads, uses those; None decodes without speculation.
+        heads: "learn" (default) starts untrained heads that learn from the first rollouts and are kept in the
+            checkpoints; a folder of fitted heads, or heads, uses those; None decodes without speculation.
         engine_config: how many responses run at once.
         budget: how many nodes a round may verify.
 
-    Beside those of `SpecRollout`, the logs gain `specroll/generation_share` (of `step_time`), and `specroll/logp_gap_mean` and
-    `specroll/logp_gap_max`: |log p(rollout) - log p(trainer)| over completion tokens, while the weights are those of the rollout.
+    Beside those of `SpecRollout`, the logs gain `specroll/generation_share` (of `step_time`), and
+    `specroll/logp_gap_mean` and `specroll/logp_gap_max`: |log p(rollout) - log p(trainer)| over completion tokens,
+    while the weights are those of the rollout.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class SpecRollGRPOTrainer(GRPOTrainer):
         before = self.rollout.seconds
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.rollout.engine is None:
-            raise RuntimeError("the trainer did not call its rollout_func. Is trl.GRPOTrainer patched (Unsloth's ignores it)?")
+            raise RuntimeError(
+                "the trainer did not call its rollout_func. Is trl.GRPOTrainer patched (Unsloth's ignores it)?"
+            )
         self._generation_seconds += self.rollout.seconds - before
         if self._step % self.current_gradient_accumulation_steps == 0:
             metrics = self._metrics["train"]

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from grpo import SPECULATE, grpo_trainer
-from tiny import EOS, tiny, tiny_tokenizer
 
 from specroll.config import BudgetConfig
 from specroll.engine import Engine
@@ -15,6 +14,7 @@ from specroll.propose.heads import FutureHeads
 from specroll.train import learn
 from specroll.train.learn import HeadsLearner
 from specroll.types import Request, SamplingParams, Trajectory
+from tiny import EOS, tiny, tiny_tokenizer
 
 # transformers warns of its own renaming of gradient checkpointing.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -105,7 +105,9 @@ def test_progress_is_kept_beside_the_heads(model: Any, trajectories: list[Trajec
     assert taught(again, trajectories[60:], seconds=0.0)
 
 
-def test_untrained_heads_decode_plainly_until_they_have_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untrained_heads_decode_plainly_until_they_have_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(learn, "FIRST", 16)
     settings = {"heads": "learn", "budget": BudgetConfig(**SPECULATE)}
     trainer = grpo_trainer(tmp_path, trainer_settings=settings, max_steps=3, learning_rate=1e-4)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from grpo import PROMPTS, SPECULATE, grpo_trainer, some_heads
-from tiny import EOS, tiny, tiny_tokenizer
 
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.train.rollout import SpecRollout, sample_name, sampling_of, tempered_logps, tokenize, unwrapped
 from specroll.types import Completion
+from tiny import EOS, tiny, tiny_tokenizer
 
 # transformers warns of its own renaming of gradient checkpointing.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -71,7 +71,13 @@ def test_a_place_beyond_the_names_is_refused() -> None:
 
 def test_logps_are_untruncated_at_the_temperature() -> None:
     completion = Completion(
-        sample=0, token_ids=[5], logp_raw=[-9.0], logp=[math.log(0.5)], kept_mass=[0.8], finish_reason="length", policy_version=0
+        sample=0,
+        token_ids=[5],
+        logp_raw=[-9.0],
+        logp=[math.log(0.5)],
+        kept_mass=[0.8],
+        finish_reason="length",
+        policy_version=0,
     )
     assert tempered_logps(completion) == pytest.approx([math.log(0.4)])
 
@@ -92,7 +98,9 @@ def test_settings_that_are_not_exact_are_refused_by_name(trainer: Any, settings:
 
 def test_the_trainers_sampling_is_used(trainer: Any) -> None:
     settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": None, "seed": 11}
-    sampling, stop = sampling_of(stand_in(trainer, **settings, generation_kwargs={"stop_strings": "\n", "do_sample": True}))
+    sampling, stop = sampling_of(
+        stand_in(trainer, **settings, generation_kwargs={"stop_strings": "\n", "do_sample": True})
+    )
     found = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed)
     assert found == (0.7, 0.9, 5, 0.0, 11)
     assert stop == ("\n",)
@@ -116,7 +124,9 @@ def test_prompts_are_tokenized_as_the_trainer_does(trainer: Any, prompts: list[A
 
 
 def test_a_prompt_that_does_not_fit_is_named(trainer: Any) -> None:
-    with pytest.raises(ValueError, match=r"prompt 1 of this batch \(it begins 'xxxx.*505 tokens.*max_completion_length <= 7"):
+    with pytest.raises(
+        ValueError, match=r"prompt 1 of this batch \(it begins 'xxxx.*505 tokens.*max_completion_length <= 7"
+    ):
         SpecRollout(None)(["a", "x" * 505], stand_in(trainer))
     with pytest.raises(ValueError, match="prompt 0 of this batch is empty"):
         SpecRollout(None)(["", "a"], stand_in(trainer))

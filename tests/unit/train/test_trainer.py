@@ -9,13 +9,13 @@ import pytest
 import torch
 from grpo import PROMPTS, SPECULATE, NotingPlainTrainer, grpo_args, grpo_trainer, letters, rows, some_heads
 from peft import LoraConfig
-from tiny import PAD, tiny, tiny_tokenizer
 from trl import GRPOTrainer
 
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.train import learn
 from specroll.train.rollout import SAVED_HEADS, SpecRollout
 from specroll.train.trainer import SpecRollGRPOTrainer
+from tiny import PAD, tiny, tiny_tokenizer
 
 # transformers warns of its own renaming of gradient checkpointing.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -50,7 +50,8 @@ def test_rewards_and_advantages_belong_to_their_responses(tmp_path: Path) -> Non
     trainer.train()
     tokenizer = tiny_tokenizer()
     row_of = {
-        tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]): i for i, chat in enumerate(CHAT)
+        tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]): i
+        for i, chat in enumerate(CHAT)
     }
     assert len(trainer.notes.loss_inputs) == 4
     for step in (0, 1):
@@ -88,7 +89,12 @@ def test_speculation_changes_neither_tokens_nor_rewards_of_a_training(tmp_path: 
 
 def test_the_measures_are_in_the_trainers_logs(tmp_path: Path) -> None:
     trainer = grpo_trainer(
-        tmp_path, trainer_settings=settings(), temperature=0.8, top_p=0.9, gradient_accumulation_steps=2, logging_steps=2
+        tmp_path,
+        trainer_settings=settings(),
+        temperature=0.8,
+        top_p=0.9,
+        gradient_accumulation_steps=2,
+        logging_steps=2,
     )
     trainer.train()
     trained = next(log for log in trainer.state.log_history if "reward" in log)
@@ -104,13 +110,20 @@ def test_the_measures_are_in_the_trainers_logs(tmp_path: Path) -> None:
 def test_the_gap_is_a_tokens_mean_and_a_true_maximum(tmp_path: Path) -> None:
     """A rollout whose log-probabilities are off by a known amount, in a batch of two micro-batches."""
     trainer = grpo_trainer(
-        tmp_path, trainer_settings=settings(None), max_steps=1, gradient_accumulation_steps=2, per_device_train_batch_size=4
+        tmp_path,
+        trainer_settings=settings(None),
+        max_steps=1,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=4,
     )
     real = trainer.rollout_func
 
     def off(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         output = real(prompts, trainer)
-        logps = [[logp + 0.5 * (row == 3 and i == 0) for i, logp in enumerate(row_)] for row, row_ in enumerate(output["logprobs"])]
+        logps = [
+            [logp + 0.5 * (row == 3 and i == 0) for i, logp in enumerate(row_)]
+            for row, row_ in enumerate(output["logprobs"])
+        ]
         return {**output, "logprobs": logps}
 
     trainer.rollout_func = off
@@ -175,7 +188,9 @@ def test_a_resumed_training_goes_on_as_if_never_stopped(tmp_path: Path, monkeypa
 
 
 def test_evaluation_uses_its_own_number_of_generations(tmp_path: Path) -> None:
-    trainer = grpo_trainer(tmp_path, trainer_settings=settings(None), num_generations_eval=2, per_device_eval_batch_size=2)
+    trainer = grpo_trainer(
+        tmp_path, trainer_settings=settings(None), num_generations_eval=2, per_device_eval_batch_size=2
+    )
     trainer.evaluate()
     assert len(trainer.notes.rewarded) == 4
     assert len({tuple(ids) for ids in trainer.notes.completions}) > 2
@@ -194,8 +209,10 @@ def test_a_second_rollout_func_is_refused(tmp_path: Path) -> None:
 def test_a_trainer_that_ignores_the_rollout_is_told(tmp_path: Path) -> None:
     trainer = grpo_trainer(tmp_path, trainer_settings=settings(None))
     trainer.rollout_func = lambda prompts, _: {
-        "prompt_ids": [[5, 6]] * len(prompts), "completion_ids": [[7]] * len(prompts), "logprobs": [[-1.0]] * len(prompts)
-    }  # fmt: skip
+        "prompt_ids": [[5, 6]] * len(prompts),
+        "completion_ids": [[7]] * len(prompts),
+        "logprobs": [[-1.0]] * len(prompts),
+    }
     with pytest.raises(RuntimeError, match="did not call its rollout_func"):
         trainer.train()
 
@@ -218,7 +235,11 @@ def test_our_trainer_does_not_frighten(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)
         SpecRollGRPOTrainer(
-            model=tiny("llama"), reward_funcs=len, args=grpo_args(tmp_path), train_dataset=rows(), processing_class=tiny_tokenizer()
+            model=tiny("llama"),
+            reward_funcs=len,
+            args=grpo_args(tmp_path),
+            train_dataset=rows(),
+            processing_class=tiny_tokenizer(),
         )
     assert issubclass(SpecRollGRPOTrainer, GRPOTrainer)
-    assert PAD == tiny_tokenizer().pad_token_id
+    assert tiny_tokenizer().pad_token_id == PAD
