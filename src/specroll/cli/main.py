@@ -20,6 +20,7 @@ from specroll.cli.options import UsageError, parse, suggestion
 
 # Words of the command: (module, one line for --help).
 COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("specroll.cli.train", "Train with GRPO on speculative rollouts; --demo shows what they gain"),
     "generate": ("specroll.cli.generate", "Sample from a model, with speculation if heads are given"),
 }
 
