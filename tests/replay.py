@@ -18,9 +18,16 @@ class Replay:
     name, version = "replay", 0
 
     def __init__(
-        self, known: Mapping[int, Sequence[int]], prompts: Mapping[int, int], *, vocab_size: int, horizons: int = 4,
-        candidates: int = 3, rank: int = 1, wrong_after: Mapping[int, int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        known: Mapping[int, Sequence[int]],
+        prompts: Mapping[int, int],
+        *,
+        vocab_size: int,
+        horizons: int = 4,
+        candidates: int = 3,
+        rank: int = 1,
+        wrong_after: Mapping[int, int] | None = None,
+    ) -> None:
         self.known, self.prompts, self.vocab_size = known, prompts, vocab_size
         self.horizons, self.candidates, self.rank = horizons, candidates, rank
         self.wrong_after = wrong_after or {}

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from replay import Replay
 
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine
@@ -15,7 +16,6 @@ from specroll.propose.heads import FutureHeads, HeadsProposer
 from specroll.sampling import BadLogitsError, dense, process
 from specroll.types import Completion, Request, SamplingParams
 from specroll.verify import stop
-from replay import Replay
 from tiny import ARCHITECTURES, EOS, VOCAB_SIZE, tiny, tiny_tokenizer
 
 SAMPLING = SamplingParams(seed=7, top_p=0.95)
@@ -52,7 +52,9 @@ def test_tokens_are_those_of_transformers_greedy_search_with_the_noise(architect
     wanted = requests()
     completions = Engine(model, eos_ids=[EOS]).generate(wanted, SAMPLING).completions
     limit = max(r.max_new_tokens for r in wanted)
-    oracle = oracle_generate(model, [list(r.prompt_ids) for r in wanted], [r.sample for r in wanted], SAMPLING, limit, [EOS])
+    oracle = oracle_generate(
+        model, [list(r.prompt_ids) for r in wanted], [r.sample for r in wanted], SAMPLING, limit, [EOS]
+    )
     for request, completion, expected in zip(wanted, completions, oracle, strict=True):
         assert completion.token_ids == expected[: request.max_new_tokens]
 
@@ -92,7 +94,11 @@ def test_neither_order_nor_mates_matter() -> None:
 
 def test_greedy_is_transformers_greedy() -> None:
     model = tiny("qwen2")
-    (ours,) = Engine(model).generate([Request(prompt_ids=(5, 6, 7), sample=0, max_new_tokens=12)], SamplingParams(temperature=0)).completions  # fmt: skip
+    (ours,) = (
+        Engine(model)
+        .generate([Request(prompt_ids=(5, 6, 7), sample=0, max_new_tokens=12)], SamplingParams(temperature=0))
+        .completions
+    )
     theirs = model.generate(torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=12, pad_token_id=0)
     assert ours.token_ids == theirs[0, 3:].tolist()
 
@@ -127,7 +133,9 @@ def test_members_of_a_group_are_independent() -> None:
     seen_V = torch.tensor([firsts[v] / len(group) for v in range(VOCAB_SIZE)])
     assert 0.5 * (seen_V - law_V).abs().sum() < 0.06
     # Neighbours agree as often as independent draws do.
-    agree = sum(a.token_ids[0] == b.token_ids[0] for a, b in zip(rollout.completions, rollout.completions[1:], strict=False))
+    agree = sum(
+        a.token_ids[0] == b.token_ids[0] for a, b in zip(rollout.completions, rollout.completions[1:], strict=False)
+    )
     assert abs(agree / len(group) - law_V.square().sum().item()) < 0.04
 
 
@@ -199,9 +207,12 @@ def test_planted_bugs_of_the_round_are_noticed(bug: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(step, "draw", lambda logits, s, sample, position: real(logits, s, sample, position // 2))
     elif bug == "first token shared by a group":
         monkeypatch.setattr(
-            step, "draw",
-            lambda logits, s, sample, position: real(logits, s, torch.where(position < 11, sample[0], sample), position),
-        )  # fmt: skip
+            step,
+            "draw",
+            lambda logits, s, sample, position: real(
+                logits, s, torch.where(position < 11, sample[0], sample), position
+            ),
+        )
     else:
         compact = SlotCache.compact
         monkeypatch.setattr(SlotCache, "compact", lambda self, slot, source, to: compact(self, slot, source - 1, to))
@@ -218,15 +229,21 @@ class TestWhatIsHeard:
     def test_streams_completions_and_trajectories_agree(self) -> None:
         model = tiny("llama")
         plain = Engine(model).generate(requests(), SAMPLING)
-        engine = Engine(model, proposer=replay_of(plain.completions), budget=BudgetConfig(fixed_nodes=20), config=EngineConfig(max_running=3))  # fmt: skip
+        engine = Engine(
+            model,
+            proposer=replay_of(plain.completions),
+            budget=BudgetConfig(fixed_nodes=20),
+            config=EngineConfig(max_running=3),
+        )
         streamed: dict[int, list[int]] = {}
         finished, trajectories = {}, []
         rollout = engine.generate(
-            requests(), SAMPLING,
+            requests(),
+            SAMPLING,
             on_tokens=lambda i, new: streamed.setdefault(i, []).extend(new),
             on_completion=lambda i, c: finished.update({i: c}),
             on_trajectory=trajectories.append,
-        )  # fmt: skip
+        )
         assert streamed == {i: c.token_ids for i, c in enumerate(rollout.completions)}
         assert finished == dict(enumerate(rollout.completions))
         by_tokens = {tuple(t.token_T.tolist()): t for t in trajectories}

@@ -63,22 +63,49 @@ def test_a_kept_path_is_the_recomputed_prefix(architecture: str) -> None:
 
 
 def test_models_without_a_proof_are_proved_at_construction() -> None:
-    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-             "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}  # fmt: skip
+    shape = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
     HFTarget(AutoModelForCausalLM.from_config(SmolLM3Config(**shape)))
-    HFTarget(AutoModelForCausalLM.from_config(GPT2Config(vocab_size=61, n_embd=32, n_head=4, n_layer=2, n_positions=64, bos_token_id=1, eos_token_id=1)))  # fmt: skip
+    HFTarget(
+        AutoModelForCausalLM.from_config(
+            GPT2Config(vocab_size=61, n_embd=32, n_head=4, n_layer=2, n_positions=64, bos_token_id=1, eos_token_id=1)
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Gemma2Config(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                      num_key_value_heads=2, head_dim=16), "soft-capped"),
-        (MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, eos_token_id=1, bos_token_id=1, pad_token_id=0),
-         "recurrent state"),
+        (
+            Gemma2Config(
+                vocab_size=61,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=16,
+            ),
+            "soft-capped",
+        ),
+        (
+            MambaConfig(
+                vocab_size=61, hidden_size=32, num_hidden_layers=2, eos_token_id=1, bos_token_id=1, pad_token_id=0
+            ),
+            "recurrent state",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_exact_is_refused_by_name(config: object, reason: str) -> None:
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnsupportedModelError, match=reason) as error:

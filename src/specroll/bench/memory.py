@@ -40,9 +40,12 @@ def main(path: Path) -> None:
     heads = settings["heads"]
     proposer = HeadsProposer(load_heads(heads, model), model) if heads else None
     engine = Engine(
-        model, tokenizer, proposer=proposer, config=EngineConfig(max_running=64),
+        model,
+        tokenizer,
+        proposer=proposer,
+        config=EngineConfig(max_running=64),
         budget=BudgetConfig(fixed_nodes=settings["nodes"] if proposer else None),
-    )  # fmt: skip
+    )
     rows = [tuple(p) for p in settings["prompts"] for _ in range(settings["group"])]
     requests = [Request(prompt_ids=p, sample=i, max_new_tokens=settings["tokens"]) for i, p in enumerate(rows)]
     engine.generate(requests, SamplingParams(top_p=0.95))

@@ -45,7 +45,7 @@ def running_cell(running: int, tokens: int) -> Cell:
 
 
 def batch_cell(name: str, tokens: int) -> Cell:
-    """"8x8" is 8 prompts x 8 responses."""
+    """ "8x8" is 8 prompts x 8 responses."""
     prompts, _, group = name.partition("x")
     if not (prompts.isdigit() and group.isdigit() and int(prompts) and int(group)):
         raise ValueError(f"a batch is PROMPTSxRESPONSES, such as 8x8; got {name!r}")
@@ -66,9 +66,12 @@ class Bench:
             proposers["spec"] = heads
         for name, proposed in proposers.items():
             self.engines[name] = Engine(
-                model, tokenizer, proposer=HeadsProposer(proposed, model),
-                config=EngineConfig(max_running=64), budget=BudgetConfig(max_nodes=max_nodes),
-            )  # fmt: skip
+                model,
+                tokenizer,
+                proposer=HeadsProposer(proposed, model),
+                config=EngineConfig(max_running=64),
+                budget=BudgetConfig(max_nodes=max_nodes),
+            )
         self.last: dict[str, Rollout] = {}
 
     def run(
@@ -106,9 +109,14 @@ class Bench:
         eos_ids = sorted(self.engines["plain"].eos_ids)
         pad = self.tokenizer.pad_token_id or 0
         config = GenerationConfig(
-            do_sample=True, temperature=self.sampling.temperature, top_p=self.sampling.top_p, top_k=0,
-            max_new_tokens=cell.tokens, eos_token_id=eos_ids if cell.ends else None, pad_token_id=pad,
-        )  # fmt: skip
+            do_sample=True,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            top_k=0,
+            max_new_tokens=cell.tokens,
+            eos_token_id=eos_ids if cell.ends else None,
+            pad_token_id=pad,
+        )
 
         def run(repeat: int) -> int:
             torch.manual_seed(repeat)

@@ -92,9 +92,15 @@ def _memory_ratio(options: Options, prompts: list[tuple[int, ...]], model, heads
     from specroll.bench.memory import peak_bytes
 
     settings = {
-        "model": options.model, "heads": None, "dtype": str(model.dtype).removeprefix("torch."), "nodes": 8,
-        "prompts": prompts[:8], "group": 8, "tokens": options.tokens, "threads": torch.get_num_threads(),
-    }  # fmt: skip
+        "model": options.model,
+        "heads": None,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "nodes": 8,
+        "prompts": prompts[:8],
+        "group": 8,
+        "tokens": options.tokens,
+        "threads": torch.get_num_threads(),
+    }
     plain = peak_bytes(settings)
     spec = peak_bytes(settings | {"heads": str(options.heads)})
     own = sum(p.numel() * p.element_size() for p in heads.parameters())

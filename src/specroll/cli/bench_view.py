@@ -17,7 +17,9 @@ def show_cell(name: str, cell: dict[str, Any]) -> None:
 
 
 def show_summary(results: dict[str, Any]) -> None:
-    table = Table(title=f"Ratios of tokens per second ({results['machine']['dtype']}), median [least, most] of the repeats")
+    table = Table(
+        title=f"Ratios of tokens per second ({results['machine']['dtype']}), median [least, most] of the repeats"
+    )
     table.add_column("sequences", justify="right")
     for column in COLUMNS:
         table.add_column(column.replace("_", " "), justify="right")

@@ -22,6 +22,9 @@ from specroll.cli.options import UsageError, parse, suggestion
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("specroll.cli.train", "Train with GRPO on speculative rollouts; --demo shows what they gain"),
     "generate": ("specroll.cli.generate", "Sample from a model, with speculation if heads are given"),
+    "check": ("specroll.cli.check", "Prove on your model that speculation changes no token"),
+    "heads fit": ("specroll.cli.heads", "Fit future-token heads to a model's own samples"),
+    "bench rollout": ("specroll.cli.bench", "Time transformers, the plain loop and speculation on the same work"),
 }
 
 _HEADER = """\

@@ -103,10 +103,16 @@ class Engine:
             self._reserve(requests, slots)
             planner = self._plan(sampling)
             session = Session(
-                self.target, self.proposer if planner else None, planner, rule, sampling, self.config,
-                Hooks(on_tokens, on_completion, on_trajectory), self.policy_version,
+                self.target,
+                self.proposer if planner else None,
+                planner,
+                rule,
+                sampling,
+                self.config,
+                Hooks(on_tokens, on_completion, on_trajectory),
+                self.policy_version,
                 self.tokenizer,
-            )  # fmt: skip
+            )
             completions, rounds = session.run(requests, slots)
         return Rollout(completions, rounds, time.perf_counter() - started)
 

@@ -21,9 +21,20 @@ from specroll.model.target import HFTarget
 from specroll.sampling import draw, process
 from specroll.tree.grow import grow, roots
 from specroll.types import (
-    Completion, Draft, Draws, Features, FinishReason, Proposer, Request, RoundStats, SamplingParams, TargetOutput,
-    Trajectory, Tree, Verdict,
-)  # fmt: skip
+    Completion,
+    Draft,
+    Draws,
+    Features,
+    FinishReason,
+    Proposer,
+    Request,
+    RoundStats,
+    SamplingParams,
+    TargetOutput,
+    Trajectory,
+    Tree,
+    Verdict,
+)
 from specroll.verify.stop import StopRule
 from specroll.verify.walk import walk
 
@@ -58,9 +69,17 @@ class Session:
     """The state of one `Engine.generate` call."""
 
     def __init__(
-        self, target: HFTarget, proposer: Proposer | None, planner: Planner | None, rule: StopRule,
-        sampling: SamplingParams, config: EngineConfig, hooks: Hooks, policy_version: int, tokenizer: Any,
-    ) -> None:  # fmt: skip
+        self,
+        target: HFTarget,
+        proposer: Proposer | None,
+        planner: Planner | None,
+        rule: StopRule,
+        sampling: SamplingParams,
+        config: EngineConfig,
+        hooks: Hooks,
+        policy_version: int,
+        tokenizer: Any,
+    ) -> None:
         self.target, self.proposer, self.planner, self.rule = target, proposer, planner, rule
         self.sampling, self.config, self.hooks = sampling, config, hooks
         self.policy_version, self.tokenizer = policy_version, tokenizer

@@ -19,13 +19,23 @@ from transformers import AttentionInterface
 from specroll.model.cache import SlotCache
 
 NAME = "specroll"
-_HARMLESS = {"position_ids", "use_cache", "is_causal", "output_attentions", "cache", "cache_position", "output_hidden_states"}
+_HARMLESS = {
+    "position_ids",
+    "use_cache",
+    "is_causal",
+    "output_attentions",
+    "cache",
+    "cache_position",
+    "output_hidden_states",
+}
 
 
 class Pass(Protocol):
     """One forward pass of the target, asked once per layer."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor: ...
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor: ...
 
 
 def _attention(
@@ -89,7 +99,9 @@ class PromptPass:
 class TreePass:
     """`size` packed rows for each of the first S slots, written behind their prefixes of `length_S` tokens."""
 
-    def __init__(self, cache: SlotCache, size: int, length_S: Tensor, longest: int, seen_SNN: Tensor, depth_SN: Tensor) -> None:
+    def __init__(
+        self, cache: SlotCache, size: int, length_S: Tensor, longest: int, seen_SNN: Tensor, depth_SN: Tensor
+    ) -> None:
         """`seen_SNN[s, i, j]`: row i sees row j (itself or an ancestor); `longest` = the largest of length_S, on the host."""
         self.cache, self.size, self.length_S = cache, size, length_S
         self.running = length_S.shape[0]

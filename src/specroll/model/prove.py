@@ -73,9 +73,7 @@ def prove(target: HFTarget) -> None:
     try:
         worst = worst_difference(target, tokens)
     except (NotImplementedError, TypeError, RuntimeError, AttributeError) as error:
-        raise UnsupportedModelError(
-            f"a model of type {kind!r} cannot be run with packed tokens: {error}"
-        ) from error
+        raise UnsupportedModelError(f"a model of type {kind!r} cannot be run with packed tokens: {error}") from error
     finally:
         for module in training:
             module.training = True

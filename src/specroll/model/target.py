@@ -42,7 +42,9 @@ def _refuse(model: nn.Module, config: Any) -> None:
     reasons = {
         "it is an encoder-decoder": getattr(config, "is_encoder_decoder", False),
         "it keeps a recurrent state": getattr(model, "_is_stateful", False),
-        "its attention cannot be replaced (no attention interface)": not getattr(model, "_supports_attention_backend", False),
+        "its attention cannot be replaced (no attention interface)": not getattr(
+            model, "_supports_attention_backend", False
+        ),
         "it has no language-model head": getattr(model, "get_output_embeddings", lambda: None)() is None,
         "its attention scores are soft-capped": getattr(config, "attn_logit_softcapping", None) is not None,
         "its prompt-learning adapter adds virtual tokens": any(

@@ -20,7 +20,9 @@ class StopRule:
         if isinstance(stop, str) or any(not s for s in stop):
             raise ValueError(f"stop must be a list of non-empty strings, got {stop!r}")
         if stop and tokenizer is None:
-            raise ValueError("stop strings need a tokenizer to be found: pass one to the engine, or give no stop strings")
+            raise ValueError(
+                "stop strings need a tokenizer to be found: pass one to the engine, or give no stop strings"
+            )
         self.eos_ids = frozenset(eos_ids)
         self.stop, self._tokenizer = tuple(stop), tokenizer
         # A token may end in the middle of a character, so a few more tokens than characters are decoded.

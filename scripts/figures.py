@@ -1,0 +1,129 @@
+"""Write every measured figure of README.md and docs/ from the JSON under docs/results/.
+
+    python scripts/figures.py            # rewrites the marked blocks
+    python scripts/figures.py --check    # exit code 1 where a block is not what the results say
+
+A block is what stands between `<!-- figures: NAME -->` and `<!-- end -->`; NAME is a function of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+PAGES = ("README.md", "docs/measured.md")
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def _load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _ratio(found: dict[str, float] | None) -> str:
+    return f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})" if found else ""
+
+
+def _rollout_table(name: str) -> str:
+    results = _load(name)
+    pairs = ("plain_over_hf", "spec_over_plain", "spec_over_hf", "untrained_over_plain")
+    lines = [
+        _row(
+            "sequences",
+            "plain / transformers",
+            "speculative / plain",
+            "speculative / transformers",
+            "untrained heads / plain",
+            "tokens per round",
+            "plain tokens/s",
+        ),
+        _row("--:", *["---"] * 4, "--:", "--:"),
+    ]
+    for cell_name, cell in results["cells"].items():
+        per_round = cell["tokens_per_round"].get("spec")
+        lines.append(
+            _row(
+                cell_name,
+                *(_ratio(cell.get(p)) for p in pairs),
+                f"{per_round:.2f}" if per_round else "",
+                f"{cell['tokens_per_second']['plain']['median']:.0f}",
+            )
+        )
+    memory = results.get("peak_memory_ratio")
+    if memory:
+        lines += ["", f"Peak memory, heads not counted, over the plain loop's: {memory['ratio']:.2f}."]
+    return "\n".join([*lines, "", f"`{results['command']}`, {_machine(results['machine'])}."])
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    return f"{machine['dtype']}, {machine['threads']} CPU threads ({machine['cpu_capability']}), PyTorch {machine['torch']}"
+
+
+def rollout_native() -> str:
+    return _rollout_table("rollout_float32")
+
+
+def rollout_bfloat16() -> str:
+    return _rollout_table("rollout_bfloat16")
+
+
+def eight_nodes() -> str:
+    results = _load("heads_fit")
+    return (
+        f"Heads fitted on {results['rollouts']} of the policy's own rollouts ({results['tokens']:,} tokens): "
+        f"{results['tokens_per_round_after']:.2f} tokens per round with 8 nodes on held-out prompts, "
+        f"{results['tokens_per_round_before']:.2f} before the fit. `{results['command']}`."
+    )
+
+
+def check() -> str:
+    lines = [_row("dtype", "samples", "tokens", "differing samples", "max dlogp"), _row("---", *["--:"] * 4)]
+    for name in ("check_float32", "check_bfloat16"):
+        r = _load(name)
+        lines.append(
+            _row(r["dtype"], str(r["samples"]), str(r["tokens"]), str(r["differing_samples"]), f"{r['max_dlogp']:.1e}")
+        )
+    return "\n".join(lines)
+
+
+def demo() -> str:
+    r = _load("demo")
+    return "\n".join(
+        [
+            _row("", "before", "after"),
+            _row("---", "--:", "--:"),
+            _row("reward", f"{r['reward_before']:.2f}", f"{r['reward_after']:.2f}"),
+        ]
+    )
+
+
+def render(text: str) -> str:
+    """The page with every block written anew."""
+    return BLOCK.sub(lambda m: m[1] + globals()[m[2]]() + "\n" + m[3], text)
+
+
+def main() -> int:
+    stale = []
+    for page in PAGES:
+        path = ROOT / page
+        text = path.read_text(encoding="utf-8")
+        if (new := render(text)) != text:
+            stale.append(page)
+            if "--check" not in sys.argv:
+                path.write_text(new, encoding="utf-8")
+    if stale and "--check" in sys.argv:
+        print(f"not what docs/results says: {', '.join(stale)}; run python scripts/figures.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""`specroll heads fit`: teach future-token heads the policy's own samples, and measure what they are worth."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specroll.cli.common import ModelOptions, SamplingOptions, check_at_least, quiet_loading
+from specroll.config import HeadsConfig
+
+if TYPE_CHECKING:
+    from specroll.engine import Engine
+    from specroll.propose.heads import FutureHeads
+    from specroll.types import Request
+
+MEASURED_NODES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions, SamplingOptions):
+    """Fit future-token heads to a model, on responses that it samples itself; no other text is used.
+
+    An interrupted fit goes on when the same command is given again.
+    """
+
+    output: Path
+    """Folder for the heads."""
+    task: str = "gsm_symbolic"
+    """Where the prompts come from: a task name, or a JSON Lines file with "question" and "answer"."""
+    data_dir: Path | None = None
+    """Folder with the published sets as JSON Lines [SPECROLL_DATA]."""
+    rollouts: int = 400
+    """Responses to sample."""
+    group: int = 4
+    """Responses per prompt."""
+    max_new_tokens: int = 160
+    """Most tokens of a response."""
+    horizons: int = HeadsConfig().horizons
+    """Heads: how many tokens ahead of the root are predicted."""
+    root: bool = True
+    """Show the heads the root's embedding; --no-root leaves the published form, hidden state alone."""
+    updates: int = 400
+    """Steps of the fit, 512 positions each."""
+    max_running: int = 32
+    """Responses sampled together."""
+    json: Path | None = None
+    """Also write the report here (keys: docs/benchmarks.md)."""
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            1,
+            rollouts=self.rollouts,
+            group=self.group,
+            max_new_tokens=self.max_new_tokens,
+            horizons=self.horizons,
+            updates=self.updates,
+            max_running=self.max_running,
+        )
+
+
+def main(options: Options) -> int:
+    if (options.output / "heads.json").exists():
+        raise FileExistsError(f"{options.output} holds finished heads; name another folder, or move this one away")
+    from specroll.build import build_engine
+    from specroll.cli.progress import Progress
+    from specroll.propose.fit import fit
+    from specroll.propose.heads import FutureHeads
+    from specroll.propose.samples import draft_vocabulary
+    from specroll.propose.store import save_heads
+
+    with quiet_loading():
+        engine = build_engine(options.model, dtype=options.dtype, max_running=options.max_running)
+    work = options.output / "work"
+    requests = _requests(options, engine, "train", options.rollouts)
+    try:
+        with Progress() as progress:
+            trajectories = _collect(options, engine, requests, work, progress)
+            causal = engine.target.causal
+            config = HeadsConfig(horizons=options.horizons, root_conditioned=options.root)
+            vocabulary = draft_vocabulary(trajectories, {r.prompt_ids for r in requests})
+            heads = FutureHeads.for_model(causal, config, vocabulary=vocabulary)
+            before = _tokens_per_round(options, engine, heads)
+            report = fit(
+                heads,
+                causal,
+                trajectories,
+                updates=options.updates,
+                seed=options.seed,
+                nodes=(2, 4, 8, 16),
+                checkpoint=work / "fit.safetensors",
+                on_progress=lambda p: progress("fitting", p.update, p.updates, f"loss {p.loss_K[0]:.2f}"),
+            )
+            after = _tokens_per_round(options, engine, heads)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"what was sampled is in {work}; give the same command again to go on") from None
+    save_heads(heads, options.output, causal)
+    result = {
+        "command": "specroll " + " ".join(sys.argv[1:]),
+        "rollouts": len(requests),
+        "tokens": sum(t.token_T.numel() for t in trajectories),
+        "tokens_per_round_before": before,
+        "tokens_per_round_after": after,
+        "nodes": MEASURED_NODES,
+        **asdict(report),
+    }
+    for path in {options.output / "report.json", options.json} - {None}:
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")  # type: ignore[union-attr]
+    shutil.rmtree(work)
+    print(f"Tokens per round with {MEASURED_NODES} nodes, held-out prompts: {before:.2f} before, {after:.2f} after.")
+    if report.note:
+        print(f"Note: {report.note}")
+    print(
+        f"The heads are in {options.output}: give the folder to --heads of specroll generate, train or bench rollout."
+    )
+    return 0
+
+
+def _collect(options: Options, engine: Engine, requests: list[Request], work: Path, progress: Any) -> list[Any]:
+    from specroll.propose.collect import collect
+    from specroll.propose.store import Fingerprint
+    from specroll.types import Trajectory
+
+    def sample(some: Any) -> list[Trajectory]:
+        drawn: list[Trajectory] = []
+        rollout = engine.generate(some, options.sampling(), on_trajectory=drawn.append)
+        rates.append(rollout.tokens / rollout.seconds)
+        return drawn
+
+    rates: list[float] = []
+    settings: dict[str, object] = {
+        "model": options.model,
+        "weights": asdict(Fingerprint.of(engine.target.causal)),
+        "dtype": str(engine.target.causal.dtype),
+        "law": asdict(options.sampling()),
+        "task": options.task,
+        "rollouts": options.rollouts,
+        "group": options.group,
+        "max_new_tokens": options.max_new_tokens,
+    }
+    return collect(
+        sample,
+        requests,
+        work / "samples",
+        settings,
+        piece=2 * options.max_running,
+        on_progress=lambda done, total: progress(
+            "sampling", done, total, f"{rates[-1]:.0f} tokens/s" if rates else "from before"
+        ),
+    )
+
+
+def _requests(options: Options, engine: Engine, split: str, count: int) -> list[Request]:
+    from specroll.build import make_requests
+    from specroll.train.data import load_task
+
+    size = -(-count // options.group)
+    task = load_task(options.task, data_dir=options.data_dir, split=split, size=size, seed=options.seed)  # type: ignore[arg-type]
+    prompts = list(task.dataset["prompt"])
+    while len(prompts) * options.group < count:  # a small file of questions is gone through again
+        prompts += prompts[: size - len(prompts)]
+    return make_requests(engine.tokenizer, prompts, samples=options.group, max_new_tokens=options.max_new_tokens)[
+        :count
+    ]
+
+
+def _tokens_per_round(options: Options, engine: Engine, heads: FutureHeads) -> float:
+    """Measured by the engine on held-out prompts, 8 nodes in every round."""
+    from specroll.build import build_engine
+
+    try:
+        requests = _requests(options, engine, "held_out", 32)
+    except ValueError:  # a file of one's own has no held-out part
+        requests = _requests(options, engine, "train", 32)
+    measured = build_engine(
+        engine.target.causal, engine.tokenizer, heads=heads, fixed_nodes=MEASURED_NODES, max_running=8
+    )
+    return measured.generate(requests, options.sampling()).tokens_per_round
