@@ -3,8 +3,8 @@
     python examples/warm_up.py --output runs/warm            # GSM8K from the hub, or from SPECROLL_DATA
     specroll heads fit --model runs/warm --task gsm8k        # then, for instance
 
-LoRA (r = 32, alpha = 64) on all linear layers, 70 steps of 16 solutions under 350 characters, learning rate 8e-4 decayed
-linearly, through TRL's SFTTrainer. The adapter is merged and the model saved in bfloat16.
+LoRA (r = 32, alpha = 64) on all linear layers, 70 steps of 16 solutions under 350 characters, learning rate 8e-4
+decayed linearly, through TRL's SFTTrainer. The adapter is merged and the model saved in bfloat16.
 """
 
 from __future__ import annotations

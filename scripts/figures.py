@@ -64,7 +64,8 @@ def _rollout_table(name: str) -> str:
 
 
 def _machine(machine: dict[str, Any]) -> str:
-    return f"{machine['dtype']}, {machine['threads']} CPU threads ({machine['cpu_capability']}), PyTorch {machine['torch']}"
+    cores = f"{machine['threads']} CPU threads ({machine['cpu_capability']})"
+    return f"{machine['dtype']}, {cores}, PyTorch {machine['torch']}"
 
 
 def rollout_native() -> str:

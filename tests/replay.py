@@ -1,4 +1,4 @@
-"""A proposer that knows what the target will draw: deep accepted paths, and mistakes exactly where a test wants them."""
+"""A proposer that knows what the target will draw: deep accepted paths, and mistakes just where a test wants them."""
 
 from __future__ import annotations
 

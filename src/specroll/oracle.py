@@ -1,4 +1,4 @@
-"""An oracle that knows nothing of our engine: transformers' own greedy `generate`, with our noise as a logits processor.
+"""An oracle that knows nothing of our engine: transformers' own greedy `generate`, with our noise as a processor.
 
 The warpers are transformers' own, in its order; after them the noise is added to the log-probabilities, so that greedy
 search picks argmax log p + g. It has to return our tokens.

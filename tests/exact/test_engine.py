@@ -1,4 +1,4 @@
-"""Rollouts depend on (weights, seed, sample, position) alone; nothing past a stop is emitted; log-probabilities are the model's."""
+"""Rollouts depend on (weights, seed, sample, position) alone, end where they should, and carry the model's own odds."""
 
 from __future__ import annotations
 

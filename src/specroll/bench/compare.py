@@ -1,4 +1,4 @@
-"""Interleaved timing and the ratios that come of it. Knows nothing of models: a system is a function that reports tokens."""
+"""Interleaved timing and its ratios. Knows nothing of models: a system is a function that reports tokens."""
 
 from __future__ import annotations
 

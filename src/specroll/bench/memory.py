@@ -12,7 +12,7 @@ from typing import Any
 
 
 def peak_bytes(settings: dict[str, Any]) -> int:
-    """Peak resident memory of the rollout that `settings` describe (model, heads or None, dtype, prompts, group, tokens, nodes)."""
+    """Peak resident memory of the rollout that `settings` describe; `main` reads them."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(settings, file)
         file.flush()

@@ -1,6 +1,6 @@
 """`specroll bench rollout`: transformers' generate, our plain loop, and our speculative engine on the same work.
 
-Two kinds of cells. "Running R": R sequences decode the same fixed number of tokens (no EOS), so R stay running throughout.
+Two kinds of cells. "Running R": R sequences decode the same fixed number of tokens (no EOS), so R run throughout.
 "P x G": P prompts with G responses each, to the last row, with EOS. Every system gets the same model, prompts and law.
 """
 
@@ -26,13 +26,13 @@ PAIRS = (("plain", "hf"), ("spec", "plain"), ("spec", "hf"), ("untrained", "plai
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement: `prompts` distinct ones, `group` responses each, up to `tokens` new tokens; EOS ends a response or not."""
+    """One measurement: `prompts` distinct ones, `group` responses each, up to `tokens` new tokens each."""
 
     name: str
     prompts: int
     group: int
     tokens: int
-    ends: bool
+    ends: bool  # whether EOS ends a response
 
     @property
     def rows(self) -> int:

@@ -62,7 +62,7 @@ class Engine:
         budget: BudgetConfig = BudgetConfig(),
         eos_ids: Sequence[int] | None = None,
     ) -> None:
-        """`model`: a transformers causal LM or a PEFT model around one. `tokenizer` is needed for stop strings and text.
+        """`model`: a transformers causal LM or a PEFT model around one. Stop strings and text need the `tokenizer`.
 
         `eos_ids` defaults to the model's generation config. Raises `UnsupportedModelError` for a model that cannot be
         run exactly.
@@ -88,9 +88,9 @@ class Engine:
     ) -> Rollout:
         """Sample one completion per request.
 
-        A completion depends on the weights, `sampling`, and its request alone. `on_tokens(i, new)` streams the tokens of
-        request i, `on_completion(i, completion)` delivers each response as soon as it ends (so that an interruption
-        loses nothing), `on_trajectory` gets what a proposer can learn from. Raises `ValueError` for a bad request,
+        A completion depends on the weights, `sampling`, and its request alone. `on_tokens(i, new)` streams the
+        tokens of request i, `on_completion(i, completion)` delivers each response as soon as it ends (so that an
+        interruption loses nothing), `on_trajectory` gets what a proposer can learn from. Raises `ValueError` for a bad request,
         `DoesNotFitError` before the first token if memory is too small, `BadLogitsError` for NaN logits.
         """
         self._check(requests)

@@ -1,7 +1,7 @@
 """Who runs: waiting requests, the running sequences in their slots, and each group's prompt, run once.
 
-Host-side bookkeeping only: decides and remembers, runs no model. Slot s always belongs to `running[s]`, so the rows of a
-round are the first slots of the cache, without holes.
+Host-side bookkeeping only: decides and remembers, runs no model. Slot s always belongs to `running[s]`, so the rows of
+a round are the first slots of the cache, without holes.
 """
 
 from __future__ import annotations

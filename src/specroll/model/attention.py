@@ -1,7 +1,7 @@
 """The attention function that the installed model calls while specroll runs it.
 
-Knows our passes and slots, not the model around it. Two kinds of pass exist, and both serve full and sliding-window layers:
-`PromptPass` runs packed prompts and collects their keys and values; `TreePass` runs the trees of all running
+Knows our passes and slots, not the model around it. Two kinds of pass exist, both for full and sliding-window
+layers: `PromptPass` runs packed prompts and collects their keys and values; `TreePass` runs the trees of all running
 sequences, every node attending to its sequence's prefix and to its own ancestors.
 
 Shapes: A attention heads, G query heads per key head, P prompt tokens, L key positions, W head width; see types.py.
@@ -102,7 +102,7 @@ class TreePass:
     def __init__(
         self, cache: SlotCache, size: int, length_S: Tensor, longest: int, seen_SNN: Tensor, depth_SN: Tensor
     ) -> None:
-        """`seen_SNN[s, i, j]`: row i sees row j (itself or an ancestor); `longest` = the largest of length_S, on the host."""
+        """`seen_SNN[s, i, j]`: row i sees row j (itself or an ancestor); `longest` is the largest of length_S."""
         self.cache, self.size, self.length_S = cache, size, length_S
         self.running = length_S.shape[0]
         self.live = longest + size

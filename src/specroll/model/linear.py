@@ -1,8 +1,8 @@
 """Linear layers on CPUs without bfloat16 units: weights packed to float16 once, where that loses nothing.
 
 PyTorch multiplies small batches by plain matrices poorly there: float32 products re-read twice the bytes, bfloat16 ones
-fall back to a loop that costs the same for every row. FBGEMM's packed float16 product (part of PyTorch) streams half the
-bytes and accumulates in float32. It is used only for weights that float16 holds to within 2^-25, i.e. below the
+fall back to a loop that costs the same for every row. FBGEMM's packed float16 product (part of PyTorch) streams half
+the bytes and accumulates in float32. It is used only for weights that float16 holds to within 2^-25, i.e. below the
 rounding of float32's own accumulation: every bfloat16 weight of ordinary size. Other layers keep PyTorch's product.
 """
 

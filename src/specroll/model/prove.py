@@ -1,7 +1,7 @@
 """The proof asked of a model that the tests do not cover: our passes against the model's own forward, on itself.
 
-A prompt pass and a tree pass (a chain with a wrong sibling before each token, so that a leak between branches shows) must
-give the logits of one ordinary forward.
+A prompt pass and a tree pass (a chain with a wrong sibling before each token, so that a leak between branches shows)
+must give the logits of one ordinary forward.
 """
 
 from __future__ import annotations
@@ -80,6 +80,6 @@ def prove(target: HFTarget) -> None:
     allowed = TOLERANCE.get(target.causal.dtype, 1e-4)
     if not worst <= allowed:
         raise UnsupportedModelError(
-            f"a model of type {kind!r} gives other logits when run with packed tokens (off by {worst:.1e} of the largest, "
-            f"allowed {allowed:.0e}), so its rollouts would not be exact. Use transformers' own generate for it."
+            f"a model of type {kind!r} gives other logits when run with packed tokens (off by {worst:.1e} of the "
+            f"largest, allowed {allowed:.0e}), so its rollouts would not be exact. Use transformers' own generate for it."
         )

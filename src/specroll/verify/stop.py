@@ -1,4 +1,4 @@
-"""When a sequence ends: an end-of-sequence token, a stop string, or its own length limit. Nothing past it is emitted."""
+"""When a sequence ends: an end-of-sequence token, a stop string, or its own length limit. Nothing past it is kept."""
 
 from __future__ import annotations
 
