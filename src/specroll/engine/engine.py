@@ -90,8 +90,8 @@ class Engine:
 
         A completion depends on the weights, `sampling`, and its request alone. `on_tokens(i, new)` streams the
         tokens of request i, `on_completion(i, completion)` delivers each response as soon as it ends (so that an
-        interruption loses nothing), `on_trajectory` gets what a proposer can learn from. Raises `ValueError` for a bad request,
-        `DoesNotFitError` before the first token if memory is too small, `BadLogitsError` for NaN logits.
+        interruption loses nothing), `on_trajectory` gets what a proposer can learn from. Raises `ValueError` for a bad
+        request, `DoesNotFitError` before the first token if memory is too small, `BadLogitsError` for NaN logits.
         """
         self._check(requests)
         rule = StopRule(sorted(self.eos_ids), stop, self.tokenizer)

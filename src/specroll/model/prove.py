@@ -81,5 +81,5 @@ def prove(target: HFTarget) -> None:
     if not worst <= allowed:
         raise UnsupportedModelError(
             f"a model of type {kind!r} gives other logits when run with packed tokens (off by {worst:.1e} of the "
-            f"largest, allowed {allowed:.0e}), so its rollouts would not be exact. Use transformers' own generate for it."
+            f"largest, allowed {allowed:.0e}), so its rollouts would not be exact. Use transformers' own generate."
         )
