@@ -46,14 +46,20 @@ def test_rewards_and_advantages_belong_to_their_responses(tmp_path: Path) -> Non
         trainer_settings=settings(engine_config=EngineConfig(max_running=2)),
         gradient_accumulation_steps=2,
         per_device_train_batch_size=4,
+        max_completion_length=30,
     )
     trainer.train()
+    for step in (0, 1):
+        lengths = [len(ids) for ids in trainer.notes.completions[8 * step : 8 * step + 8]]
+        assert lengths != sorted(lengths)
     tokenizer = tiny_tokenizer()
     row_of = {
         tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]): i
         for i, chat in enumerate(CHAT)
     }
     assert len(trainer.notes.loss_inputs) == 4
+    # A response that had changed places with another would be improbable after its prompt.
+    assert all(log["specroll/logp_gap_max"] < 1e-4 for log in trainer.state.log_history if "reward" in log)
     for step in (0, 1):
         first, second = trainer.notes.loss_inputs[2 * step : 2 * step + 2]
         groups: dict[tuple[int, ...], list[tuple[list[int], float]]] = defaultdict(list)
