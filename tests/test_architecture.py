@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[1] / "src" / "specroll"
 _NOUNS = {"types", "config"}
 _LAW = _NOUNS | {"noise", "sampling"}
 _PARTS = _LAW | {"tree", "verify", "budget", "model"}
+_ENGINE = _PARTS | {"engine"}
+_TOP = _ENGINE | {"propose", "build"}
 # A room is a folder or a file right under specroll. It may import itself and the rooms listed here. What is left out
 # matters most: neither verification nor the engine knows where a draft comes from, and nothing below knows the trainer.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -34,10 +36,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": _NOUNS | {"tree"},
     "propose": _PARTS,
     "engine": _PARTS,
-    "build": _PARTS | {"propose", "engine"},
-    "train": _PARTS | {"propose", "engine", "build", "report"},
-    "bench": _PARTS | {"propose", "engine", "build", "report", "train"},
-    "cli": _PARTS | {"propose", "engine", "build", "report", "train", "bench"},
+    "build": _ENGINE | {"propose"},
+    "oracle": {"noise", "types"},  # the outside witness: the more of ours it used, the less it would prove
+    "check": _TOP | {"oracle"},
+    "hf": _TOP,
+    "train": _TOP | {"report"},
+    "bench": _TOP | {"report", "train"},
+    "cli": _TOP | {"report", "train", "bench", "check", "hf"},
 }
 # Packages that cost seconds to import or that not every user has: the rooms that may know them.
 ONLY_IN: dict[str, set[str]] = {
