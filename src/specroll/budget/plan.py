@@ -17,6 +17,10 @@ When nothing pays, the proposer is not called, and a round is a plain one. Now a
 that has changed; failed probes grow rarer, and a probe that paid is repeated at once. What probes and misplaced trust
 have cost is booked as debt, which plain rounds pay off at 2 % of their time, and no probe is made before it is paid.
 
+The curve was measured at one moment and context, so the rounds' own times correct it: a plain and a speculative round
+of equal S, one right after the other, say by how much the predicted price of speculation is off. A machine that is
+slower today slows both and changes nothing. While speculation is on, a plain round is run now and then for this comparison.
+
 Plain numbers on the host; nothing here touches a tensor.
 """
 
@@ -24,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specroll.budget.surface import LatencyCurve
 from specroll.config import BudgetConfig
@@ -39,6 +43,9 @@ _LEAST_KEPT = 0.75  # .. but one round never displaces more than a quarter: its 
 _STALE_AFTER = 64.0  # plain rounds after which what was learned counts 1/e ..
 _LEAST_EVIDENCE = 4.0  # .. down to this weight, so that one unlucky round does not decide alone
 _MOST_TRUST = 4.0
+_COMPARE_EVERY, _COMPARE_EVERY_MOST = 4, 64  # speculative rounds between two comparisons with a plain one
+_LEAST_BIAS, _MOST_BIAS = 0.5, 3.0
+_BIAS_MEMORY = 0.8  # weight that one comparison leaves to the earlier ones
 _PROBE_SHARE = 0.02
 _PROBE_EVERY, _PROBE_EVERY_MOST = 16, 256
 
@@ -62,6 +69,25 @@ class _Average:
     @property
     def mean(self) -> float:
         return self.total / self.weight
+
+
+@dataclass(slots=True)
+class _Price:
+    """By how much the predicted price of speculation is off, at about one S: the mean log of real over predicted."""
+
+    log_bias: _Average = field(default_factory=lambda: _Average(0.0, 1.0))  # the prior: one comparison's worth of 1
+    every: int = _COMPARE_EVERY
+    uncompared: int = 0  # speculative rounds since the last comparison
+
+    @property
+    def due(self) -> bool:
+        return self.uncompared >= self.every
+
+    def compare(self, ratio: float) -> None:
+        clipped = min(max(ratio, _LEAST_BIAS), _MOST_BIAS)
+        self.log_bias.add(math.log(clipped), 1.0, _BIAS_MEMORY)
+        if self.due:
+            self.uncompared, self.every = 0, min(2 * self.every, _COMPARE_EVERY_MOST)
 
 
 class Planner:
@@ -92,6 +118,8 @@ class Planner:
         self._speculating, self._turns = False, 0  # rounds since it was switched on
         self._debt = 0.0
         self._probe_every, self._plain_rounds = _PROBE_EVERY, _PROBE_EVERY
+        self._prices: dict[int, _Price] = {}  # by the bit length of S
+        self._last: tuple[int, bool, float] | None = None  # running, speculative, real over predicted seconds
 
     def paper_nodes(self, running: int) -> int:
         """The published concurrency rule, clip(C_hw / S, 0, max_nodes): the bound under which `nodes` chooses."""
@@ -109,9 +137,18 @@ class Planner:
             self._speculating, self._plain_rounds = False, 0
             if self._turns >= _MEMORY:  # it was worth something for long: look again soon
                 self._probe_every = _PROBE_EVERY
-        return best if self._speculating else self._probe(running)
+        if not self._speculating:
+            return self._probe(running)
+        return 0 if self._price(running).due else best
 
-    def observe(self, running: int, gain: Sequence[float] | None, accepted: int, proposed: int) -> None:
+    def observe(
+        self,
+        running: int,
+        gain: Sequence[float] | None,
+        accepted: int,
+        proposed: int,
+        seconds: float | None = None,
+    ) -> None:
         """Learn from a finished round.
 
         Args:
@@ -119,17 +156,20 @@ class Planner:
             gain: mean path probability of each further node (`Grown.gain_SN` averaged over S); None for a plain round.
             accepted: accepted nodes, all sequences together.
             proposed: verified nodes, all sequences together.
+            seconds: what the round took, proposing included; None if it was not timed.
         """
         if self._curve is None or self._fixed is not None:
             return
         plain_seconds = self._curve(running)
+        if seconds is not None:
+            self._compare(running, proposed, seconds)
         if not gain or not proposed:
             self._plain_rounds += 1
             self._debt = max(0.0, self._debt - _PROBE_SHARE * plain_seconds)
             for average in (self._trust, *self._gains):
                 average.fade(math.exp(-1 / _STALE_AFTER), _LEAST_EVIDENCE)
             return
-        lost = self._propose(running) + self._curve(running + proposed) - plain_seconds * (1 + accepted / running)
+        lost = self._seconds(running, proposed) - plain_seconds * (1 + accepted / running)
         self._debt = max(0.0, self._debt + lost)
         self._learn(running, gain, accepted)
         self._turns += 1
@@ -143,6 +183,26 @@ class Planner:
         self._probe_every = self._plain_rounds = _PROBE_EVERY
         for average in (self._trust, *self._gains):
             average.fade(0.0, 1.0)
+
+    def _compare(self, running: int, proposed: int, seconds: float) -> None:
+        """Correct the price of speculation where this round and the one before were of equal S and of both kinds."""
+        assert self._curve is not None
+        predicted = self._curve(running + proposed) + (self._propose(running) if proposed else 0.0)
+        now = (running, proposed > 0, seconds / predicted)
+        before, self._last = self._last, now
+        price = self._price(running)
+        price.uncompared += proposed > 0
+        if before is not None and before[0] == running and before[1] != now[1]:
+            price.compare(now[2] / before[2] if now[1] else before[2] / now[2])
+
+    def _price(self, running: int) -> _Price:
+        return self._prices.setdefault(running.bit_length(), _Price())
+
+    def _seconds(self, running: int, proposed: int) -> float:
+        """Expected seconds of a speculative round, in units of the curve's own plain rounds."""
+        assert self._curve is not None
+        predicted = self._propose(running) + self._curve(running + proposed)
+        return predicted * math.exp(self._price(running).log_bias.mean)
 
     def _learn(self, running: int, gain: Sequence[float], accepted: int) -> None:
         keep = max(math.exp(-running / _MEMORY), _LEAST_KEPT)
@@ -170,7 +230,7 @@ class Planner:
                 break
             accepted += sum(gain(i) for i in range(counted + 1, size + 1))
             counted = size
-            seconds = self._propose(running) + self._curve(running * (1 + size))
+            seconds = self._seconds(running, running * size)
             if (1 + accepted) * plain_seconds / seconds > speed:
                 best, speed = size, (1 + accepted) * plain_seconds / seconds
         return best, speed

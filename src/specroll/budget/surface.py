@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import statistics
 import tempfile
 import time
 from bisect import bisect_left
@@ -99,8 +98,9 @@ def row_grid(max_rows: int) -> list[int]:
 def measure(forward: Callable[[int], None], rows: Sequence[int], repeats: int = 5) -> LatencyCurve:
     """Time `forward(n)` for every n of `rows`, which must return only when the device is done.
 
-    The repeats are interleaved, so that a slow moment of the machine touches all points alike; each point is the median
-    of its repeats, after one pass that is not counted, and no point is cheaper than one with fewer rows.
+    The repeats are interleaved, so that a slow moment of the machine touches all points alike; each point is the least
+    of its repeats (whatever else runs on the machine only adds), after one pass that is not counted, and no point is
+    cheaper than one with fewer rows.
     """
     grid = sorted(set(rows))
     times: dict[int, list[float]] = {n: [] for n in grid}
@@ -113,7 +113,7 @@ def measure(forward: Callable[[int], None], rows: Sequence[int], repeats: int = 
             times[n].append(time.perf_counter() - start)
     seconds: list[float] = []
     for n in grid:
-        seconds.append(max(statistics.median(times[n]), seconds[-1] if seconds else 0.0))
+        seconds.append(max(min(times[n]), seconds[-1] if seconds else 0.0))
     return LatencyCurve(tuple(grid), tuple(seconds))
 
 

@@ -152,7 +152,8 @@ class Session:
             stats.emitted += taken
         _count(stats, depth, accepted, tree.max_depth)
         if self.planner is not None:
-            self.planner.observe(stats.running, gains, sum(stats.accepted_by_depth), stats.proposed)
+            seconds = sum(t for stage, t in stats.seconds.items() if stage != "prefill")
+            self.planner.observe(stats.running, gains, sum(stats.accepted_by_depth), stats.proposed, seconds)
         self._trace(out, [i for path in paths for i in path], [len(p) for p in paths])
         if moves and self.target.cache is not None:
             slot, source, to = (torch.tensor(m, device=self.target.device) for m in zip(*moves, strict=True))

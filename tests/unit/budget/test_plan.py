@@ -216,3 +216,32 @@ def test_planning_needs_a_curve() -> None:
 def test_a_dear_proposer_is_left_alone() -> None:
     dear = Planner(BudgetConfig(), CPU, propose_seconds=lambda running: 0.05 * running)
     assert not any(Simulation(dear, CPU, propose_seconds=0.05).run(GOOD, [1] * 50).chosen)
+
+
+def test_the_rounds_own_times_correct_the_curve() -> None:
+    """A curve that promises free rows on a device where each row costs its full price: speculation is given up."""
+    flat = LatencyCurve((1, 129), (0.05, 0.06))
+    planner = Planner(BudgetConfig(max_nodes=8), flat, 0.001)
+    sizes = []
+    for _ in range(200):
+        nodes = planner.nodes(4)
+        sizes.append(nodes)
+        seconds = 0.05 * (1 + nodes)  # whatever the curve says
+        gain = [0.6 / i for i in range(1, nodes + 1)] or None
+        planner.observe(4, gain, round(4 * sum(gain or [])), 4 * nodes, seconds)
+    assert sizes[0] > 0 and sum(n > 0 for n in sizes[50:]) <= 6
+
+
+def test_a_slower_machine_changes_nothing() -> None:
+    """Both kinds of rounds twice as slow as the curve says: speculation pays as before."""
+    curve = LatencyCurve((1, 129), (0.05, 0.10))
+    planner = Planner(BudgetConfig(max_nodes=8), curve, 0.001)
+    plain = 0
+    for _ in range(200):
+        nodes = planner.nodes(2)
+        plain += nodes == 0
+        gain = [0.6 / i for i in range(1, nodes + 1)] or None
+        planner.observe(
+            2, gain, round(2 * sum(gain or [])), 2 * nodes, 2 * (curve(2 + 2 * nodes) + 0.001 * (nodes > 0))
+        )
+    assert plain <= 10  # only the comparisons
