@@ -11,11 +11,7 @@ samples.
 from __future__ import annotations
 
 import json
-import logging
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -36,10 +32,11 @@ from specroll.report.records import Record, RunFolder, to_json
 from specroll.train.callback import StepRecords, StopWell
 from specroll.train.data import Task, load_task
 from specroll.train.judge import Speed, compare_speed, evaluate, requests_of
-from specroll.train.rollout import sampling_of
+from specroll.train.quiet import quiet
+from specroll.train.terms import sampling_of
 from specroll.train.trainer import SpecRollGRPOTrainer
 
-STEPS, DEMO_STEPS = 200, 40
+STEPS, DEMO_STEPS = 200, 20
 HELD_OUT_PROMPTS, SAMPLES_EACH = 48, 2
 """What the demo evaluates on."""
 ALONE = 2
@@ -299,20 +296,3 @@ def _show(run: _Run, summary: Record) -> None:
 def _new_folder(task: str) -> Path:
     name = Path(task).name.partition(".")[0]
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Only our own lines on the screen: no logs, progress bars and deprecations of the packages that do the work."""
-    from datasets import utils as datasets_utils
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    datasets_utils.disable_progress_bars()
-    for name in ("accelerate", "datasets", "peft", "trl"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        for name in ("transformers", "trl", "peft", "torch", "accelerate", "datasets"):
-            warnings.filterwarnings("ignore", module=name)
-        yield

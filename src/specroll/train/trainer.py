@@ -19,7 +19,8 @@ from trl import GRPOTrainer
 
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.train.callback import HeadsInCheckpoints
-from specroll.train.rollout import Heads, Mode, SpecRollout, sampling_of, unwrapped
+from specroll.train.rollout import Heads, Mode, SpecRollout
+from specroll.train.terms import sampling_of, unwrapped
 
 
 class SpecRollGRPOTrainer(GRPOTrainer):

@@ -10,7 +10,8 @@ import torch
 from grpo import PROMPTS, SPECULATE, grpo_trainer, some_heads
 
 from specroll.config import BudgetConfig, EngineConfig
-from specroll.train.rollout import SpecRollout, sample_name, sampling_of, tempered_logps, tokenize, unwrapped
+from specroll.train.rollout import SpecRollout, sample_name, tempered_logps
+from specroll.train.terms import sampling_of, tokenize, unwrapped
 from specroll.types import Completion
 from tiny import EOS, tiny, tiny_tokenizer
 
