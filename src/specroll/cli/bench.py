@@ -36,7 +36,7 @@ class Options:
     max_nodes: int = 16
     """Most tree nodes per sequence."""
     json: Path | None = None
-    """Write the results here (keys: docs/benchmarks.md)."""
+    """Write the results here (keys: docs/commands.md)."""
 
 
 def main(options: Options) -> int:

@@ -48,7 +48,7 @@ class Options(ModelOptions, SamplingOptions):
     max_running: int = 32
     """Responses sampled together."""
     json: Path | None = None
-    """Also write the report here (keys: docs/benchmarks.md)."""
+    """Also write the report here (keys: docs/commands.md)."""
 
     def __post_init__(self) -> None:
         check_at_least(
