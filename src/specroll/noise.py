@@ -19,14 +19,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-GUMBEL_MAX = 22.2
-"""No noise is above this."""
+V_MAX = 1 - 2.0**-24
+"""No uniform behind the noise is above this."""
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _CACHE_ELEMENTS = 1 << 18  # elements that an in-place chain of operations keeps in a core's cache
 # Scales |x + 1/2| to below 1, rounding included; a factor common to all v changes no draw.
-_SCALE = 2.0**-31 * (1 - 2.0**-24)
+_SCALE = 2.0**-31 * V_MAX
 
 
 def _signed(word: int, bits: int) -> int:
@@ -113,6 +113,19 @@ def to_gumbel_(v: Tensor) -> Tensor:
     return v.neg_().log1p_().neg_().log_().neg_()
 
 
+def _gumbel(key_N2: Tensor, word_NC: Tensor) -> Tensor:
+    """Noise from row keys and mixed tokens; on a CPU in chunks of rows that stay in its caches."""
+    rows, width = len(key_N2), word_NC.shape[-1]
+    size = max(1, _CACHE_ELEMENTS // max(1, width)) if key_N2.device.type == "cpu" else rows
+    if rows <= size:
+        return to_gumbel_(_uniform(key_N2, word_NC))
+    noise_NC = torch.empty(rows, width, device=key_N2.device)
+    for first in range(0, rows, size):
+        part = slice(first, first + size)
+        noise_NC[part] = to_gumbel_(_uniform(key_N2[part], word_NC if word_NC.dim() == 1 else word_NC[part]))
+    return noise_NC
+
+
 def gumbel(seed: int, sample_N: Tensor, position_N: Tensor, token_NC: Tensor) -> Tensor:
     """Standard Gumbel noise of the given tokens, float32 [N, C].
 
@@ -126,14 +139,10 @@ def gumbel(seed: int, sample_N: Tensor, position_N: Tensor, token_NC: Tensor) ->
         raise ValueError(f"token ids must be integers, got {token_NC.dtype}")
     if token_NC.dim() not in (1, 2) or (token_NC.dim() == 2 and token_NC.shape[0] != sample_N.shape[0]):
         raise ValueError(f"tokens {tuple(token_NC.shape)} do not fit {sample_N.shape[0]} rows: give [N, C] or [C]")
-    return to_gumbel_(uniform(row_keys(seed, sample_N, position_N), token_NC))
+    return _gumbel(row_keys(seed, sample_N, position_N), _token_words(token_NC))
 
 
 def gumbel_all(seed: int, sample_N: Tensor, position_N: Tensor, vocab_size: int) -> Tensor:
     """`gumbel` of the whole vocabulary, float32 [N, V]."""
     key_N2 = row_keys(seed, sample_N, position_N)
-    rows = max(1, _CACHE_ELEMENTS // vocab_size) if key_N2.device.type == "cpu" else max(1, key_N2.shape[0])
-    noise_NV = torch.empty(key_N2.shape[0], vocab_size, device=key_N2.device)
-    for part_NV, part_N2 in zip(noise_NV.split(rows), key_N2.split(rows), strict=True):
-        part_NV.copy_(to_gumbel_(uniform_all(part_N2, vocab_size)))
-    return noise_NV
+    return _gumbel(key_N2, _vocabulary_words(vocab_size, key_N2.device))

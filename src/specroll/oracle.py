@@ -24,6 +24,9 @@ from specroll.noise import gumbel_all
 from specroll.types import SamplingParams
 
 
+_NO_TOKEN = 2**31 - 1  # ends nothing; unset, `generate` would end at the model's own EOS
+
+
 class GumbelNoise(LogitsProcessor):
     """Adds g(seed, sample, position, token) to each row's log-probabilities; rows may be left-padded."""
 
@@ -76,7 +79,7 @@ def oracle_generate(
     if sampling.temperature:
         processors.append(GumbelNoise(sampling.seed, samples, padding))
     config = GenerationConfig(
-        do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=list(eos_ids) or None, pad_token_id=0
+        do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=list(eos_ids) or [_NO_TOKEN], pad_token_id=0
     )
     with torch.no_grad():
         out = model.generate(  # type: ignore[operator]

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BadLogitsError", "Law", "dense", "draw", "process", "sampling_from_generation_config"]
 
-_V_MAX = 1 - 2.0**-24  # no uniform of the noise is above this
 _RACE_SLACK = 1e-3  # relative; far more than any rounding in log p + g
 
 
@@ -189,7 +188,7 @@ def _contenders(logits_NV: Tensor, temperature: float, key_N2: Tensor) -> _Spars
         torch.div(uniform_NV, scores.weight_NP[:, :vocab_size], out=chance_NP[:, :vocab_size])
         chance_max_NB = chance_NP.view(len(uniform_NV), -1, BLOCK).amax(-1)
         best_N = chance_max_NB.amax(-1)
-        v_N = (-best_N).clamp_max(_V_MAX)  # at least the v of the best: no weight is above 1
+        v_N = (-best_N).clamp_max(noise.V_MAX)  # at least the v of the best: no weight is above 1
         bound_N = best_N * (torch.log1p(-v_N) / -v_N) * (1 + _RACE_SLACK)
         return select(chance_NP, chance_max_NB, bound_N)
 
