@@ -40,6 +40,20 @@ def features(model: LlamaForCausalLM, *, sequences: int = 3, temperature: float 
     )
 
 
+def wide_model() -> LlamaForCausalLM:
+    """Wide enough that layers are packed where this CPU gains from it."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=500,
+        hidden_size=256,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
 def moved(heads: FutureHeads) -> FutureHeads:
     """Heads that have left their zero start."""
     with torch.no_grad():
@@ -122,12 +136,13 @@ def test_perfect_heads_with_the_noise_always_hit(model: LlamaForCausalLM) -> Non
         assert (drawn_S == draft.token_SKC[:, k, 0]).float().mean() > 0.95  # packed weights may break near-ties
 
 
-def test_weights_that_changed_are_seen_by_the_next_proposal(model: LlamaForCausalLM) -> None:
-    heads = FutureHeads.for_model(model)
-    proposer = HeadsProposer(heads, model, ranking="probability")
-    before = proposer.propose(features(model))
+def test_weights_that_changed_are_seen_by_the_next_proposal() -> None:
+    wide = wide_model().bfloat16()  # whose heads are prepared as copies: packed, or in bfloat16
+    heads = FutureHeads.for_model(wide)
+    proposer = HeadsProposer(heads, wide, ranking="probability")
+    before = proposer.propose(features(wide))
     moved(heads)
-    after = proposer.propose(features(model))
+    after = proposer.propose(features(wide))
     assert not torch.equal(before.token_SKC, after.token_SKC)
 
 
@@ -184,17 +199,7 @@ def test_proposals_of_other_precisions_agree(model: LlamaForCausalLM, dtype: tor
 
 
 def test_packed_weights_propose_what_the_heads_say() -> None:
-    """Wide enough that the layers are packed where this CPU gains from it."""
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=500,
-        hidden_size=256,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    wide = LlamaForCausalLM(config)
+    wide = wide_model()
     heads = FutureHeads.for_model(wide)
     with torch.no_grad():
         heads.second_KHF.normal_(0, 0.1)
