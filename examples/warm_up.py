@@ -15,6 +15,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
@@ -30,10 +31,8 @@ LONGEST_SOLUTION = 350  # characters
 def solutions(data_dir: str | None) -> dict[str, str]:
     """Question -> worked solution, without the calculator marks."""
     if data_dir is None:
-        rows = [
-            {"question": r["question"], "solution": r["answer"].rpartition("####")[0]}
-            for r in load_dataset("openai/gsm8k", "main", split="train")
-        ]
+        published: Any = load_dataset("openai/gsm8k", "main", split="train")
+        rows = [{"question": r["question"], "solution": r["answer"].rpartition("####")[0]} for r in published]
     else:
         with gzip.open(Path(data_dir) / "gsm8k_train.jsonl.gz", "rt", encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]

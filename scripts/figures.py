@@ -73,7 +73,7 @@ def rollout_native() -> str:
 
 
 def rollout_bfloat16() -> str:
-    return _rollout_table("rollout_bfloat16")
+    return _rollout_table("rollout_bfloat16") if (RESULTS / "rollout_bfloat16.json").exists() else "Not measured yet."
 
 
 def eight_nodes() -> str:
@@ -86,24 +86,38 @@ def eight_nodes() -> str:
 
 
 def check() -> str:
-    lines = [_row("dtype", "samples", "tokens", "differing samples", "max dlogp"), _row("---", *["--:"] * 4)]
+    lines = [
+        _row("dtype", "compared with", "samples", "tokens", "differing samples", "differing tokens", "max dlogp"),
+        _row("---", "---", *["--:"] * 5),
+    ]
     for name in ("check_float32", "check_bfloat16"):
+        if not (RESULTS / f"{name}.json").exists():
+            continue
         r = _load(name)
-        lines.append(
-            _row(r["dtype"], str(r["samples"]), str(r["tokens"]), str(r["differing_samples"]), f"{r['max_dlogp']:.1e}")
-        )
+        for other, gap in (("plain", r["max_dlogp_plain"]), ("transformers", r["max_dlogp_trainer"])):
+            c = r[other]
+            rate = f"{c['differing_token_rate']:.3%}"
+            counts = (str(c["samples"]), str(c["tokens"]), str(c["differing_samples"]), rate)
+            lines.append(_row(r["dtype"], other, *counts, f"{gap:.1e}"))
     return "\n".join(lines)
 
 
 def demo() -> str:
     r = _load("demo")
-    return "\n".join(
-        [
-            _row("", "before", "after"),
-            _row("---", "--:", "--:"),
-            _row("reward", f"{r['reward_before']:.2f}", f"{r['reward_after']:.2f}"),
-        ]
-    )
+    lines = [
+        _row("", "before", "after"),
+        _row("---", "--:", "--:"),
+        _row("reward on held-out prompts", f"{r['reward_before']:.2f}", f"{r['reward_after']:.2f}"),
+        "",
+        _row("running sequences", "plain tokens/s", "speculative tokens/s", "ratio", "tokens per round"),
+        _row(*["--:"] * 5),
+    ]
+    for s in r["speeds"]:
+        rates = (f"{s['plain']:.0f}", f"{s['speculative']:.0f}", f"{s['ratio']:.2f}", f"{s['tokens_per_round']:.2f}")
+        lines.append(_row(str(s["running"]), *rates))
+    share = f"Generation's share of the step {r['generation_share']:.0%}"
+    gap = f"log-probability gap to the trainer: mean {r['logp_gap_mean']:.1e}, max {r['logp_gap_max']:.1e}"
+    return "\n".join([*lines, "", f"{r['steps']} steps in {r['seconds'] / 60:.0f} minutes. {share}; {gap}."])
 
 
 def render(text: str) -> str:

@@ -23,7 +23,6 @@ from transformers import (
 from specroll.noise import gumbel_all
 from specroll.types import SamplingParams
 
-
 _NO_TOKEN = 2**31 - 1  # ends nothing; unset, `generate` would end at the model's own EOS
 
 

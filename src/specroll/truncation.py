@@ -68,9 +68,9 @@ class Reader:
             raise ValueError(f"logits must be [N, V] with at least one row and one token, got {tuple(logits_NV.shape)}")
         self.logits_NV = logits_NV
         rows, self.vocab_size = logits_NV.shape
-        size = min(rows, max(1, _CHUNK_ELEMENTS // self.vocab_size) if logits_NV.device.type == "cpu" else rows)
-        self.chunks = [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
         width = -(-self.vocab_size // BLOCK) * BLOCK
+        size = min(rows, max(1, _CHUNK_ELEMENTS // width) if logits_NV.device.type == "cpu" else rows)
+        self.chunks = [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
         self._score_NP = torch.full((size, width), -torch.inf, device=logits_NV.device)
         self._weight_NP = torch.empty_like(self._score_NP)
 

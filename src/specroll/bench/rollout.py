@@ -58,7 +58,8 @@ class Bench:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, heads: FutureHeads | None, max_nodes: int
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        self.model: Any = model
+        self.tokenizer = tokenizer
         self.sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=0)
         self.engines = {"plain": Engine(model, tokenizer, config=EngineConfig(max_running=64))}
         proposers = {"untrained": FutureHeads.for_model(model)}

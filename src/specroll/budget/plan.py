@@ -19,7 +19,8 @@ have cost is booked as debt, which plain rounds pay off at 2 % of their time, an
 
 The curve was measured at one moment and context, so the rounds' own times correct it: a plain and a speculative round
 of equal S, one right after the other, say by how much the predicted price of speculation is off. A machine that is
-slower today slows both and changes nothing. While speculation is on, a plain round is run now and then for this comparison.
+slower today slows both and changes nothing. While speculation is on, a plain round is run now and then for this
+comparison.
 
 Plain numbers on the host; nothing here touches a tensor.
 """

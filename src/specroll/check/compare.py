@@ -100,9 +100,10 @@ class Comparer:
         """What the draw is the argmax of: log p + g over the vocabulary, or the logits if greedy."""
         if sampling.temperature == 0:
             return logits_1V[0]
-        place = (torch.tensor([n], device=logits_1V.device) for n in (sample, position))
+        sample_1, position_1 = (torch.tensor([n], device=logits_1V.device) for n in (sample, position))
         vocab_size = logits_1V.shape[1]
-        return (dense(process(logits_1V, sampling), vocab_size) + gumbel_all(sampling.seed, *place, vocab_size))[0]
+        noise_1V = gumbel_all(sampling.seed, sample_1, position_1, vocab_size)
+        return (dense(process(logits_1V, sampling), vocab_size) + noise_1V)[0]
 
 
 def around(sampling: SamplingParams, rounding: float) -> list[SamplingParams]:

@@ -43,6 +43,7 @@ def main(options: Options) -> int:
     import json
 
     from specroll.bench.rollout import Bench, batch_cell, machine, report, running_cell
+    from specroll.build import encode
     from specroll.cli.bench_view import show_cell, show_summary
     from specroll.model.load import load_model
     from specroll.propose.store import load_heads
@@ -54,10 +55,7 @@ def main(options: Options) -> int:
     cells = [running_cell(r, options.tokens if r < 32 else options.tokens // 2) for r in options.running]
     cells += [batch_cell(b, 2 * options.tokens) for b in options.batches]
     task = load_task(options.task, data_dir=options.data_dir, split="held_out", size=64)
-    prompts = [
-        tuple(tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False))
-        for p in task.dataset["prompt"]
-    ]
+    prompts = encode(tokenizer, list(task.dataset["prompt"]))
     bench = Bench(model, tokenizer, heads, options.max_nodes)
     results: dict = {"command": _command(), "machine": machine(model), "cells": {}}
     for cell in cells:

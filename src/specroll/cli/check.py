@@ -66,6 +66,7 @@ def main(options: Options) -> int:
     )[: options.samples]  # fmt: skip
     with Progress() as progress:
         report = check(engine, requests, sampling, on_progress=progress)
+    print(headline(report))
     Console().print(table(report))
     for line in [*differences(report, engine), verdict(report)]:
         print(line)
@@ -98,12 +99,14 @@ def table(report: CheckReport) -> Any:
         row("transformers generate", report.transformers, ""),
         ["a full forward pass", report.plain.samples, None, None, None, f"{report.max_dlogp_trainer:.1e}"],
     ]
-    columns = ("speculation against", "samples", "tokens", "differing", "of tokens", "max |dlogp|")
-    title = (
-        f"{report.dtype}, {report.proposer}, {report.nodes} nodes: {report.tokens_per_round:.2f} tokens per round, "
-        f"{report.acceptance:.0%} of proposals accepted"
+    return summary_table(rows, columns=("against", "samples", "tokens", "differing", "rate", "max |dlogp|"))
+
+
+def headline(report: CheckReport) -> str:
+    return (
+        f"Speculation ({report.dtype}, {report.proposer}, {report.nodes} nodes: {report.tokens_per_round:.2f} tokens "
+        f"per round, {report.acceptance:.0%} of proposals accepted)"
     )
-    return summary_table(rows, columns=columns, title=title)
 
 
 def differences(report: CheckReport, engine: Engine) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from specroll.propose.heads import FutureHeads
     from specroll.types import Request
 
-MEASURED_NODES = 8
+MEASURED, MEASURED_NODES = 32, 8
+_APART = 1 << 50  # keeps the noise of measured responses apart from that of the sampled ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ def main(options: Options) -> int:
         engine = build_engine(options.model, dtype=options.dtype, max_running=options.max_running)
     work = options.output / "work"
     requests = _requests(options, engine, "train", options.rollouts)
+    measured = _held_out(options, engine, requests)
     try:
         with Progress() as progress:
             trajectories = _collect(options, engine, requests, work, progress)
@@ -83,7 +86,7 @@ def main(options: Options) -> int:
             config = HeadsConfig(horizons=options.horizons, root_conditioned=options.root)
             vocabulary = draft_vocabulary(trajectories, {r.prompt_ids for r in requests})
             heads = FutureHeads.for_model(causal, config, vocabulary=vocabulary)
-            before = _tokens_per_round(options, engine, heads)
+            before = _tokens_per_round(options, engine, heads, measured, "untrained heads", progress)
             report = fit(
                 heads,
                 causal,
@@ -94,7 +97,7 @@ def main(options: Options) -> int:
                 checkpoint=work / "fit.safetensors",
                 on_progress=lambda p: progress("fitting", p.update, p.updates, f"loss {p.loss_K[0]:.2f}"),
             )
-            after = _tokens_per_round(options, engine, heads)
+            after = _tokens_per_round(options, engine, heads, measured, "fitted heads", progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"what was sampled is in {work}; give the same command again to go on") from None
     save_heads(heads, options.output, causal)
@@ -108,6 +111,7 @@ def main(options: Options) -> int:
         **asdict(report),
     }
     for path in {options.output / "report.json", options.json} - {None}:
+        path.parent.mkdir(parents=True, exist_ok=True)  # type: ignore[union-attr]
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")  # type: ignore[union-attr]
     shutil.rmtree(work)
     print(f"Tokens per round with {MEASURED_NODES} nodes, held-out prompts: {before:.2f} before, {after:.2f} after.")
@@ -153,29 +157,45 @@ def _collect(options: Options, engine: Engine, requests: list[Request], work: Pa
     )
 
 
-def _requests(options: Options, engine: Engine, split: str, count: int) -> list[Request]:
+def _requests(options: Options, engine: Engine, split: str, number: int) -> list[Request]:
     from specroll.build import make_requests
     from specroll.train.data import load_task
 
-    size = -(-count // options.group)
+    size = -(-number // options.group)
     task = load_task(options.task, data_dir=options.data_dir, split=split, size=size, seed=options.seed)  # type: ignore[arg-type]
     prompts = list(task.dataset["prompt"])
-    while len(prompts) * options.group < count:  # a small file of questions is gone through again
+    while len(prompts) * options.group < number:  # a small file of questions is gone through again
         prompts += prompts[: size - len(prompts)]
     return make_requests(engine.tokenizer, prompts, samples=options.group, max_new_tokens=options.max_new_tokens)[
-        :count
+        :number
     ]
 
 
-def _tokens_per_round(options: Options, engine: Engine, heads: FutureHeads) -> float:
-    """Measured by the engine on held-out prompts, 8 nodes in every round."""
+def _held_out(options: Options, engine: Engine, sampled: list[Request]) -> list[Request]:
+    """Requests to measure with, whose responses were not learned from."""
+    if options.task.endswith((".jsonl", ".jsonl.gz")):
+        # A file of one's own has no held-out part: its other questions, or else other responses to the same ones.
+        every = _requests(options, engine, "train", len(sampled) + options.group * MEASURED)
+        known = {r.prompt_ids for r in sampled}
+        requests = [r for r in every if r.prompt_ids not in known] or every
+    else:
+        requests = _requests(options, engine, "held_out", MEASURED)
+    return [replace(r, sample=r.sample + _APART) for r in requests[:MEASURED]]
+
+
+def _tokens_per_round(
+    options: Options, engine: Engine, heads: FutureHeads, requests: list[Request], stage: str, progress: Any
+) -> float:
+    """Measured by the engine, 8 nodes in every round."""
     from specroll.build import build_engine
 
-    try:
-        requests = _requests(options, engine, "held_out", 32)
-    except ValueError:  # a file of one's own has no held-out part
-        requests = _requests(options, engine, "train", 32)
     measured = build_engine(
         engine.target.causal, engine.tokenizer, heads=heads, fixed_nodes=MEASURED_NODES, max_running=8
     )
-    return measured.generate(requests, options.sampling()).tokens_per_round
+    done = count(1)
+    rollout = measured.generate(
+        requests,
+        options.sampling(),
+        on_completion=lambda index, completion: progress(stage, next(done), len(requests)),
+    )
+    return rollout.tokens_per_round

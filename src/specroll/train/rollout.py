@@ -78,13 +78,14 @@ class SpecRollout:
         the trainer's temperature without truncation, which is what the trainer itself computes.
         Raises `ValueError` for settings that cannot be kept exactly and for prompts that do not fit.
         """
-        mode: Mode = "train" if trainer.model.training else "eval"
+        mode: Mode = "train" if trainer.model and trainer.model.training else "eval"
         sampling, stop = sampling_of(trainer)
         engine = self.engine_of(trainer)
         prompt_ids = tokenize(prompts, trainer)
         check_fit(prompt_ids, trainer, getattr(engine.target.config, "max_position_embeddings", None))
         samples = self._samples(mode, trainer, len(prompts))
-        limit = int(trainer.args.max_completion_length or 0)
+        args: Any = trainer.args
+        limit = int(args.max_completion_length or 0)
         requests = [
             Request(prompt_ids=tuple(ids), sample=sample, max_new_tokens=limit)
             for ids, sample in zip(prompt_ids, samples, strict=True)

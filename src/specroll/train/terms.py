@@ -26,7 +26,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def sampling_of(trainer: GRPOTrainer) -> tuple[SamplingParams, tuple[str, ...]]:
     """The law and stop strings that the trainer asks for. Raises ValueError, by name, for what is not exact."""
-    args = trainer.args
+    args: Any = trainer.args  # a GRPOConfig, typed by its base class
     if args.repetition_penalty not in (1.0, None):
         raise ValueError(
             f"repetition_penalty={args.repetition_penalty} makes each draw depend on the tokens before it, which exact "
@@ -86,13 +86,14 @@ def tokenize(prompts: Sequence[Any], trainer: GRPOTrainer) -> list[list[int]]:
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
-        **trainer.chat_template_kwargs,
+        **(trainer.chat_template_kwargs or {}),
     )["input_ids"]
 
 
 def check_fit(prompt_ids: list[list[int]], trainer: GRPOTrainer, limit: int | None) -> None:
     """Raise ValueError for an empty prompt, and for one too long for the model's `limit` of positions."""
-    new = int(trainer.args.max_completion_length or 0)
+    args: Any = trainer.args
+    new = int(args.max_completion_length or 0)
     for row, ids in enumerate(prompt_ids):
         if not ids:
             raise ValueError(f"prompt {row} of this batch is empty: every prompt needs at least one token")

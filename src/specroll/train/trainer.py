@@ -72,7 +72,7 @@ class SpecRollGRPOTrainer(GRPOTrainer):
         return loss
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        mode: Mode = "train" if self.model.training else "eval"
+        mode: Mode = "train" if self.model and self.model.training else "eval"
         on_policy = self.rollout.policy_version.get(mode) == self.state.global_step
         self._sampled = (inputs["sampling_per_token_logps"], inputs["completion_mask"]) if on_policy else None
         try:
@@ -92,7 +92,7 @@ class SpecRollGRPOTrainer(GRPOTrainer):
         local = torch.stack((gap_ST.sum(), mask_ST.sum().float(), gap_ST.max()))
         per_rank: Any = self.accelerator.gather(local[None])
         total, count = per_rank[:, 0].sum().item(), per_rank[:, 1].sum().item()
-        mode = "train" if self.model.training else "eval"
+        mode = "train" if self.model and self.model.training else "eval"
         metrics = self._metrics[mode]
         # The trainer averages each list when it logs: one value, kept up to date, is a token's mean and a true maximum.
         if known := metrics["specroll/logp_gap_max"]:
