@@ -86,7 +86,7 @@ def tokenize(prompts: Sequence[Any], trainer: GRPOTrainer) -> list[list[int]]:
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
-        **(trainer.chat_template_kwargs or {}),
+        **dict[str, Any](trainer.chat_template_kwargs or {}),
     )["input_ids"]
 
 
