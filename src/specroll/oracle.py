@@ -78,7 +78,11 @@ def oracle_generate(
     if sampling.temperature:
         processors.append(GumbelNoise(sampling.seed, samples, padding))
     config = GenerationConfig(
-        do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=list(eos_ids) or [_NO_TOKEN], pad_token_id=0
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(eos_ids) or [_NO_TOKEN],
+        pad_token_id=0,
+        disable_compile=True,
     )
     with torch.no_grad():
         out = model.generate(  # type: ignore[operator]
@@ -86,7 +90,6 @@ def oracle_generate(
             attention_mask=mask,
             generation_config=config,
             logits_processor=LogitsProcessorList(processors),
-            disable_compile=True,
         )
     ends = set(eos_ids)
     return [_until_end(row, ends) for row in out[:, longest:].tolist()]

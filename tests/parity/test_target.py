@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MambaCo
 
 from specroll.model import linear
 from specroll.model.attention import PromptPass, TreePass
-from specroll.model.prove import TOLERANCE, decoy_chain, worst_difference
-from specroll.model.target import HFTarget, UnsupportedModelError
+from specroll.model.prove import TOLERANCE, UnsupportedModelError, decoy_chain, worst_difference
+from specroll.model.target import HFTarget
 from tiny import ARCHITECTURES, VOCAB_SIZE, tiny
 
 TOKENS = torch.randint(VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(1))  # longer than the sliding windows

@@ -117,6 +117,7 @@ class Bench:
             max_new_tokens=cell.tokens,
             eos_token_id=eos_ids if cell.ends else None,
             pad_token_id=pad,
+            disable_compile=True,
         )
 
         def run(repeat: int) -> int:
@@ -126,9 +127,7 @@ class Bench:
             ids = torch.tensor([[pad] * (longest - len(r)) + list(r) for r in rows], device=self.model.device)
             mask = torch.tensor([[0] * (longest - len(r)) + [1] * len(r) for r in rows], device=self.model.device)
             with torch.no_grad():
-                out = self.model.generate(
-                    input_ids=ids, attention_mask=mask, generation_config=config, disable_compile=True
-                )
+                out = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
             return _count(out[:, longest:].tolist(), set(eos_ids) if cell.ends else set())
 
         return run

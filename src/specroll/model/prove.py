@@ -16,6 +16,11 @@ from specroll.types import Tree
 if TYPE_CHECKING:
     from specroll.model.target import HFTarget
 
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be run exactly; the message says why and what to do."""
+
+
 _TREE = 4  # tokens of the chain, root included
 _LONGEST_WINDOW = 1024
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
@@ -60,8 +65,6 @@ def decoy_chain(token_T: Tensor, vocab_size: int) -> Tree:
 
 def prove(target: HFTarget) -> None:
     """Raise `UnsupportedModelError` unless the model's own forward agrees with ours."""
-    from specroll.model.target import UnsupportedModelError
-
     kind = target.config.model_type
     window = getattr(target.config, "sliding_window", None) or 0
     if window > _LONGEST_WINDOW:

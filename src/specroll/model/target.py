@@ -17,12 +17,9 @@ from torch import Tensor, nn
 from specroll.model.attention import NAME, Pass, PromptPass, TreePass
 from specroll.model.cache import CacheShape, SlotCache
 from specroll.model.linear import PackedLinears
+from specroll.model.prove import UnsupportedModelError, prove
 from specroll.tree.mask import ancestors
 from specroll.types import TargetOutput, Tree
-
-
-class UnsupportedModelError(ValueError):
-    """The model cannot be run exactly; the message says why and what to do."""
 
 
 PROVED = frozenset({"llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text"})
@@ -76,8 +73,6 @@ class HFTarget:
         self._packed = PackedLinears(self.causal)
         self.cache: SlotCache | None = None
         if self.config.model_type not in PROVED:
-            from specroll.model.prove import prove
-
             prove(self)
 
     @property
