@@ -39,8 +39,9 @@ class Law:
     """float32, the probability that truncation kept, at the law's temperature (1 if greedy)."""
 
 
+@torch.no_grad()
 def process(logits_NV: Tensor, sampling: SamplingParams) -> Law:
-    """The processed law of each row.
+    """The processed law of each row, detached from any graph.
 
     Of equal logits at the edge of a top-p set the highest token ids are kept, as by an ascending stable sort; top-k and
     min-p keep all that are equal. Greedy keeps the largest logit, of equal ones the lowest id.
@@ -60,6 +61,7 @@ def process(logits_NV: Tensor, sampling: SamplingParams) -> Law:
     )
 
 
+@torch.no_grad()
 def draw(logits_NV: Tensor, sampling: SamplingParams, sample_N: Tensor, position_N: Tensor) -> Draws:
     """One token per row: argmax of log p + g(seed, sample, position, token), of equal ones the lowest token id.
 

@@ -75,7 +75,7 @@ class Reader:
         self._weight_NP = torch.empty_like(self._score_NP)
 
     def read(self, rows: slice, temperature: float) -> Scores:
-        """Raises BadLogitsError, naming the rows that are no distribution."""
+        """Raises BadLogitsError, naming all rows that are no distribution, those of other chunks too."""
         count = rows.stop - rows.start
         score_NP, weight_NP = self._score_NP[:count], self._weight_NP[:count]
         score_NP[:, : self.vocab_size].copy_(self.logits_NV[rows])
@@ -83,21 +83,20 @@ class Reader:
             score_NP[:, : self.vocab_size].div_(temperature)
         score_max_NB = score_NP.view(count, -1, BLOCK).amax(-1)
         top_N = score_max_NB.amax(-1)
-        _check(top_N, rows.start, temperature)
+        if not torch.isfinite(top_N).all():
+            raise self._bad_logits(temperature)
         torch.sub(score_NP, top_N[:, None], out=weight_NP).exp_()
         # float32 is exact enough inside a block; blocks add up in float64.
         weight_sum_NB = weight_NP.view(count, -1, BLOCK).sum(-1)
         total_N = weight_sum_NB.sum(-1, dtype=torch.float64)
         return Scores(score_NP, score_max_NB, top_N, weight_NP, weight_sum_NB, total_N)
 
-
-def _check(top_N: Tensor, first_row: int, temperature: float) -> None:
-    finite_N = torch.isfinite(top_N)
-    if not finite_N.all():
-        bad = [first_row + row for row in (~finite_N).nonzero().flatten().tolist()]
-        raise BadLogitsError(
-            f"the logits of rows {bad} are no distribution at temperature {temperature} (NaN, +inf, or nothing but "
-            "-inf): look for overflow in the model's forward pass (float16?) or a diverged update"
+    def _bad_logits(self, temperature: float) -> BadLogitsError:
+        top_N = (self.logits_NV.float() / temperature).amax(1)
+        return BadLogitsError(
+            f"the logits of rows {(~top_N.isfinite()).nonzero().flatten().tolist()} are no distribution at temperature "
+            f"{temperature} (NaN, +inf, or nothing but -inf): look for overflow in the model's forward pass (float16?) "
+            "or a diverged update"
         )
 
 

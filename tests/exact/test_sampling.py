@@ -159,6 +159,13 @@ def test_logits_of_any_float_and_layout(dtype: torch.dtype) -> None:
     assert torch.equal(packed, before)
 
 
+def test_logits_with_a_graph_are_read_without_it() -> None:
+    logits_NV, index_N = logits(2, 90).requires_grad_(), torch.arange(2)
+    for sampling in EVERY_KIND:
+        assert not process(logits_NV, sampling).logp_NC.requires_grad
+        assert not draw(logits_NV, sampling, index_N, index_N).logp_N.requires_grad
+
+
 def test_equal_logits_at_the_edge_of_top_p_keep_the_highest_ids() -> None:
     logits_NV = torch.tensor([[0.0, 5.0, 0.0, 0.0, 0.0]]).log_softmax(1)
     p_tie = logits_NV.exp()[0, 0].item()
