@@ -29,8 +29,8 @@ class Options:
     """Whole batches, PROMPTSxRESPONSES, that run down to the last row."""
     systems: tuple[str, ...] = ("hf", "plain", "spec", "untrained")
     """Which systems to time."""
-    tokens: int = 64
-    """New tokens of a running cell (half of it from 32 sequences up), and twice that at most in a batch."""
+    tokens: int = 72
+    """New tokens of a running cell (a third of it from 32 sequences up), and twice that at most in a batch."""
     repeats: int = 5
     """Counted repeats of every cell, after one that is not."""
     max_nodes: int = 16
@@ -52,7 +52,7 @@ def main(options: Options) -> int:
     model, tokenizer = load_model(options.model, dtype=options.dtype)
     heads = load_heads(options.heads, model) if options.heads else None
     systems = [s for s in options.systems if s != "spec" or heads is not None]
-    cells = [running_cell(r, options.tokens if r < 32 else options.tokens // 2) for r in options.running]
+    cells = [running_cell(r, options.tokens if r < 32 else options.tokens // 3) for r in options.running]
     cells += [batch_cell(b, 2 * options.tokens) for b in options.batches]
     task = load_task(options.task, data_dir=options.data_dir, split="held_out", size=64)
     prompts = encode(tokenizer, list(task.dataset["prompt"]))

@@ -11,6 +11,7 @@ from specroll.config import HeadsConfig
 from specroll.propose.fit import FitProgress, FitReport, fit
 from specroll.propose.heads import FutureHeads
 from specroll.propose.judge import Judge
+from specroll.propose.samples import Samples
 from specroll.types import Trajectory
 
 VOCAB = 24
@@ -87,6 +88,14 @@ def test_only_the_heads_move(model: LlamaForCausalLM) -> None:
     run(model, heads_of(model), updates=3)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_each_pass_shows_every_position_once_in_a_new_order(model: LlamaForCausalLM) -> None:
+    samples = Samples.of(world(3))
+    fitting = fit_module._Fit(heads_of(model), model, samples, updates=6, batch_positions=29, lr=1e-3, seed=5)
+    passes = [torch.cat([fitting._batch(update) for update in range(first, first + 3)]) for first in (0, 3)]
+    assert all(torch.equal(seen.sort().values, samples.starts()) for seen in passes)
+    assert not torch.equal(*passes)
 
 
 class Interrupted(Exception):

@@ -64,7 +64,9 @@ def test_saving_again_replaces_and_leaves_no_litter(folder: Path, model: LlamaFo
 
 
 @pytest.mark.parametrize(
-    "other", [tiny(seed=1), tiny(hidden_size=32), tiny(num_hidden_layers=2), tiny(vocab_size=65)], ids=str
+    "other",
+    [tiny(seed=1), tiny(hidden_size=32), tiny(num_hidden_layers=2), tiny(vocab_size=65)],
+    ids=["weights", "width", "layers", "vocabulary"],
 )
 def test_heads_of_another_model_are_refused(folder: Path, other: LlamaForCausalLM) -> None:
     with pytest.raises(
