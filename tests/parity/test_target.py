@@ -62,25 +62,33 @@ def test_a_kept_path_is_the_recomputed_prefix(architecture: str) -> None:
         torch.testing.assert_close(cache.kv[:, slot, : len(TOKENS)], fresh, rtol=1e-4, atol=1e-5)
 
 
-def test_models_without_a_proof_are_proved_at_construction() -> None:
-    shape = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 1,
-    }
-    HFTarget(AutoModelForCausalLM.from_config(SmolLM3Config(**shape)))
-    HFTarget(
-        AutoModelForCausalLM.from_config(
-            GPT2Config(vocab_size=61, n_embd=32, n_head=4, n_layer=2, n_positions=64, bos_token_id=1, eos_token_id=1)
-        )
-    )
+UNPROVED = {
+    "smollm3": SmolLM3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+    ),
+    "gpt2": GPT2Config(vocab_size=61, n_embd=32, n_head=4, n_layer=2, n_positions=64, bos_token_id=1, eos_token_id=1),
+}
+
+
+@pytest.mark.parametrize("kind", UNPROVED)
+def test_a_model_without_a_proof_is_proved_at_construction(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModelForCausalLM.from_config(UNPROVED[kind])
+    for matrix in (m for m in model.parameters() if m.ndim == 2):
+        torch.nn.init.normal_(matrix, std=0.4)
+    assert worst_difference(HFTarget(model), TOKENS) < 1e-5
+    forward = HFTarget._forward
+    monkeypatch.setattr(HFTarget, "_forward", lambda self, t, p, r, k: forward(self, t, p // 2, r, k))
+    with pytest.raises(UnsupportedModelError, match="gives other logits"):
+        HFTarget(model)
 
 
 @pytest.mark.parametrize(
