@@ -21,7 +21,6 @@ from specroll.model.prove import UnsupportedModelError, prove
 from specroll.tree.mask import ancestors
 from specroll.types import TargetOutput, Tree
 
-
 PROVED = frozenset({"llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text"})
 """Model types that the tests prove exact. Others are proved at construction, on the model itself."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import warnings
 from typing import Any
 
 HELD_OUT = 1_000_000_000
@@ -20,11 +21,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def _library() -> Any:
+    """reasoning-gym, without the complaints about a dependency's sources that Python makes when it compiles them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym.factory
+
+        return reasoning_gym
+
+
 def names() -> list[str]:
     """All tasks that can be made by name alone."""
-    from reasoning_gym.factory import DATASETS
-
-    return sorted(set(DATASETS) - {"composite"})  # composite needs other data sets as options
+    return sorted(set(_library().factory.DATASETS) - {"composite"})  # composite needs other data sets as options
 
 
 def specs(name: str, *, size: int, seed: int, options: dict[str, Any]) -> list[str]:
@@ -46,17 +54,13 @@ def entry_of(spec: str) -> tuple[Any, dict[str, Any]]:
 
 @functools.lru_cache(maxsize=32)
 def _dataset(made_from: str) -> Any:
-    import reasoning_gym
-
     named = json.loads(made_from)
-    return reasoning_gym.create_dataset(named["task"], seed=named["seed"], size=named["size"], **named["options"])
+    return _library().create_dataset(named["task"], seed=named["seed"], size=named["size"], **named["options"])
 
 
 def _check(made_from: dict[str, Any]) -> None:
-    from reasoning_gym.factory import DATASETS
-
     name, options = made_from["task"], made_from["options"]
-    _, config_type = DATASETS[name]
+    _, config_type = _library().factory.DATASETS[name]
     known = [field.name for field in dataclasses.fields(config_type) if field.name not in ("seed", "size")]
     unknown = sorted(set(options) - set(known))
     if unknown:
