@@ -72,6 +72,10 @@ def rollout_native() -> str:
     return _rollout_table("rollout_float32")
 
 
+def rollout_tail() -> str:
+    return _rollout_table("rollout_tail_float32")
+
+
 def rollout_bfloat16() -> str:
     return _rollout_table("rollout_bfloat16")
 
