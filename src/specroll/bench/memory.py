@@ -49,8 +49,16 @@ def main(path: Path) -> None:
     rows = [tuple(p) for p in settings["prompts"] for _ in range(settings["group"])]
     requests = [Request(prompt_ids=p, sample=i, max_new_tokens=settings["tokens"]) for i, p in enumerate(rows)]
     engine.generate(requests, SamplingParams(top_p=0.95))
-    scale = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is bytes on macOS, KiB on Linux
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)
+    print(_own_peak_bytes())
+
+
+def _own_peak_bytes() -> int:
+    """Peak resident memory of this program alone: Linux's ru_maxrss starts at what the parent held when it forked."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 if __name__ == "__main__":
