@@ -133,7 +133,7 @@ class Tree:
     sequence_N: Tensor
     slot_N: Tensor
     rank_N: Tensor
-    size: int  # rows per sequence, root included: every sequence of one round has the same
+    size: int  # most rows of one sequence, root included; a sequence may have fewer
     max_depth: int
 
 

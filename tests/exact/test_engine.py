@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
 import torch
 from replay import Replay
 
+from specroll.budget import Planner
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine
 from specroll.engine.scheduler import Running
@@ -78,6 +80,21 @@ def test_speculation_changes_no_token(architecture: str, sampling: SamplingParam
             rollout = engine.generate(requests(), sampling)
             assert tokens_of(rollout.completions) == known
     assert rollout.tokens_per_round > 1.5  # deep paths were really taken
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_trees_of_unequal_size_change_no_token(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget is spread over the sequences by worth: here by chance, a different total in every round."""
+    model = tiny(architecture)
+    plain = Engine(model).generate(requests(), SAMPLING)
+    totals = random.Random(0)
+    monkeypatch.setattr(Planner, "nodes", lambda self, running: 4 * running)
+    monkeypatch.setattr(Planner, "cut", lambda self, running, gain: totals.randrange(len(gain) + 1))
+    for proposer in (perturbed_heads(model), replay_of(plain.completions, wrong_after={100: 3, 102: 6})):
+        engine = Engine(model, proposer=proposer, budget=BudgetConfig(fixed_nodes=9))
+        rollout = engine.generate(requests(), SAMPLING)
+        assert tokens_of(rollout.completions) == tokens_of(plain.completions)
+        assert any(r.proposed % r.running for r in rollout.rounds)
 
 
 def test_neither_order_nor_mates_matter() -> None:

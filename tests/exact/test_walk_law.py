@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specroll.noise import gumbel
 from specroll.types import Draws, Tree, Verdict
-from specroll.verify import accepted_paths, walk
+from specroll.verify import walk
 
 TRIALS = 100_000
 TOLERANCE = 0.018
@@ -96,6 +96,16 @@ def build_tree(shape: Shape, root_S: Tensor, order_SnV: Tensor) -> Tree:
     )
 
 
+def accepted_rows(tree: Tree, verdict: Verdict) -> Tensor:
+    """The accepted row at each depth, int64 [S, D + 1]; -1 behind the path's end. All trees have the same size."""
+    columns = tree.max_depth + 1
+    accepted_Sn = verdict.accepted_N.view(-1, tree.size)
+    # Rows that are not accepted go to a spare column, which is cut off.
+    depth_Sn = tree.depth_N.view(-1, tree.size).masked_fill(~accepted_Sn, columns)
+    row_Sn = torch.arange(tree.depth_N.numel()).view_as(depth_Sn)
+    return row_Sn.new_full((depth_Sn.shape[0], columns + 1), -1).scatter_(1, depth_Sn, row_Sn)[:, :columns]
+
+
 class Toy:
     """The round loop around `walk`, small enough to read at once. The keyword arguments plant bugs."""
 
@@ -138,9 +148,9 @@ class Toy:
         if self.peek:
             tree = build_tree(self.shape, root_S, self.peeking_order(tree, live_S, count_S))
         draws = self.draw(tree, live_S, count_S)
-        paths = accepted_paths(tree, self.walk(tree, draws))
+        row_SD = accepted_rows(tree, self.walk(tree, draws))
         # A broken walk may leave gaps. Close them, so that it is judged by the tokens it emits and not by a crash.
-        row_SD = paths.row_SD.gather(1, (paths.row_SD < 0).int().argsort(dim=1, stable=True))
+        row_SD = row_SD.gather(1, (row_SD < 0).int().argsort(dim=1, stable=True))
         length_S = (row_SD >= 0).sum(dim=1)
         tokens_SD = draws.token_N[row_SD.clamp(min=0)]
         if self.redraw:
@@ -248,6 +258,4 @@ def test_paths_list_accepted_rows_by_depth() -> None:
     zero_N = torch.zeros(10)
     verdict = walk(tree, Draws(token_N=drawn_N, logp_raw_N=zero_N, logp_N=zero_N, kept_mass_N=zero_N))
     assert verdict.accepted_N.nonzero().flatten().tolist() == [0, 2, 3, 5]
-    paths = accepted_paths(tree, verdict)
-    assert paths.row_SD.tolist() == [[0, 2, 3], [5, -1, -1]]
-    assert paths.length_S.tolist() == [3, 1]
+    assert accepted_rows(tree, verdict).tolist() == [[0, 2, 3], [5, -1, -1]]

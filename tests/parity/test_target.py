@@ -11,6 +11,8 @@ from specroll.model import linear
 from specroll.model.attention import PromptPass, TreePass
 from specroll.model.prove import TOLERANCE, UnsupportedModelError, decoy_chain, worst_difference
 from specroll.model.target import HFTarget
+from specroll.tree import rank
+from specroll.types import Draft, Tree
 from tiny import ARCHITECTURES, VOCAB_SIZE, tiny
 
 TOKENS = torch.randint(VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(1))  # longer than the sliding windows
@@ -28,12 +30,12 @@ def test_prompt_and_tree_passes_give_the_models_own_logits(architecture: str, dt
 def test_planted_bugs_in_the_passes_are_noticed(architecture: str, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = TreePass.__init__
 
-    def broken(self, cache, size, length_S, longest, seen_SNN, depth_SN):  # type: ignore[no-untyped-def]
+    def broken(self, cache, tree, length_S, longest, seen_Nn):  # type: ignore[no-untyped-def]
         if bug == "leaky mask":
-            seen_SNN = torch.ones_like(seen_SNN).tril()  # siblings see each other
+            seen_Nn = torch.ones_like(seen_Nn).tril()  # siblings see each other
         if bug == "stale mask":
-            seen_SNN = torch.eye(size, dtype=torch.bool).expand_as(seen_SNN)  # as if each row were a root
-        original(self, cache, size, length_S, longest, seen_SNN, depth_SN)
+            seen_Nn = torch.eye(tree.size, dtype=torch.bool)[tree.slot_N]  # as if each row were a root
+        original(self, cache, tree, length_S, longest, seen_Nn)
 
     monkeypatch.setattr(TreePass, "__init__", broken)
     if bug == "wrong position":
@@ -42,6 +44,52 @@ def test_planted_bugs_in_the_passes_are_noticed(architecture: str, bug: str, mon
     if bug == "prompt sees ahead":
         monkeypatch.setattr(PromptPass, "_mask", lambda self, length, window, like: like.new_zeros(length, length))
     assert worst_difference(HFTarget(tiny(architecture)), TOKENS) > 1e-3
+
+
+def uneven_trees(seed: int = 0) -> Tree:
+    """Trees of 9, 1 and 4 rows or the like: the best 11 nodes of three sequences that know unequally much."""
+    generator = torch.Generator().manual_seed(seed)
+    hit_SKC = torch.rand(3, 3, 4, generator=generator) * torch.tensor([0.9, 0.05, 0.4]).view(3, 1, 1)
+    token_SKC = torch.rand(3, 3, VOCAB_SIZE, generator=generator).argsort(-1)[..., :4]
+    ranked = rank(Draft(token_SKC, hit_SKC.log(), hit_SKC), torch.tensor([5, 6, 7]), most=11, each=8)
+    tree = ranked.plant(11)
+    assert len(set(torch.bincount(tree.sequence_N).tolist())) > 1
+    return tree
+
+
+@pytest.mark.parametrize("bug", [None, "written elsewhere", "read elsewhere"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_uneven_trees_of_several_sequences_give_the_models_own_logits(
+    architecture: str, bug: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row of every tree against the model's forward over its prompt and path, nothing else in the batch."""
+    target, tree = HFTarget(tiny(architecture)), uneven_trees()
+    original = TreePass.__init__
+
+    def broken(self, *arguments):  # type: ignore[no-untyped-def]
+        original(self, *arguments)
+        if bug == "written elsewhere":
+            self.write_N = self.write_N.roll(1)
+        if bug == "read elsewhere":
+            self._pads = self._pads[0].flip(0), self._pads[1]
+
+    monkeypatch.setattr(TreePass, "__init__", broken)
+    prompts = [TOKENS[:n].tolist() for n in (12, 20, 3)]
+    with target.rolling_out():
+        cache = target.reserve(3, 40)
+        for slot, kv in enumerate(target.prefill(prompts)[1]):
+            cache.fill(slot, kv)
+        out = target.forward_tree(tree, torch.tensor([12, 20, 3]), 20)
+    expected = []
+    for row in range(tree.token_N.numel()):
+        path = [row]
+        while tree.depth_N[path[0]]:
+            path.insert(0, int(tree.parent_N[path[0]]))
+        ids = prompts[int(tree.sequence_N[row])] + tree.token_N[path].tolist()
+        with torch.no_grad():
+            expected.append(target.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1])
+    worst = (out.logits_NV - torch.stack(expected)).abs().max() / torch.stack(expected).abs().max()
+    assert worst < 1e-5 if bug is None else worst > 1e-3
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

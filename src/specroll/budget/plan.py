@@ -1,17 +1,20 @@
-"""How many nodes a round verifies per sequence: as many as pay, now, at this concurrency.
+"""How many nodes a round verifies over all its sequences: as many as pay, now, at this concurrency.
 
 The published rule is N_t = clip(C_hw / S_t, ..): fill the rows that the device verifies nearly free. It knows the price
 of a node and not its worth, so it verifies nodes of a proposer that never hits, and a tenth candidate as gladly as a
-first. Here that rule is the upper bound (`Planner.paper_nodes`), and below it the number is taken that maximises tokens
-per second,
+first. Here that rule is the upper bound (`Planner.paper_nodes`), and below it tokens per second are maximised, for M
+nodes in all,
 
-    S * (1 + accepted(n)) / (T_propose(S) + T(S * (1 + n)))      against plain decoding's   S / T(S),
+    (S + accepted(M)) / (T_propose(S) + T(S + M))      against plain decoding's   S / T(S),
 
-with T measured (surface.py) and accepted(n) = trust * (gain_1 + .. + gain_n): what the proposer's hit probabilities
-promise, times the share of its promises that came true lately. Acceptance does not depend on S and cost does, so what
-was learned with many running sequences serves when few are left: speculation starts when it begins to pay.
-For the bound to cost no speed, C_hw is the knee of the cost per row (`LatencyCurve.capacity`): past it further rows
-cost nearly their full price, and only near-certain nodes could pay it.
+with T measured (surface.py) and accepted(M) = trust * (gain_1 + .. + gain_M): what the proposer's hit probabilities
+promise, times the share of its promises that came true lately. It is decided twice. Before anything is proposed
+(`nodes`) the average gains of past rounds say whether speculation pays at all, and at what rate of tokens per second.
+Once this round's candidates are ranked over all sequences (`cut`), a node is verified if its own gain is worth more
+than the time it takes at that rate: rounds that know much verify much, and a sure sequence gets what an unsure one
+does not. Gains hardly depend on S and cost does, so what was learned with many running sequences serves when few are
+left: speculation starts when it begins to pay. For the bound to cost no speed, C_hw is the knee of the cost per row
+(`LatencyCurve.capacity`): past it further rows cost nearly their full price, and only near-certain nodes could pay it.
 
 When nothing pays, the proposer is not called, and a round is a plain one. Now and then a small round probes whether
 that has changed; failed probes grow rarer, and a probe that paid is repeated at once. What probes and misplaced trust
@@ -30,6 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from specroll.budget.surface import LatencyCurve
 from specroll.config import BudgetConfig
@@ -94,8 +98,8 @@ class _Price:
 class Planner:
     """Chooses each round's nodes from a latency curve and from what the proposer's promises turned out to be worth.
 
-    One planner belongs to one proposer, and outlives rollouts. Per round: `nodes(S)` once, then `observe(..)`, for
-    plain rounds too.
+    One planner belongs to one proposer, and outlives rollouts. Per round: `nodes(S)`, then `cut(S, ..)` if it allowed
+    any, then `observe(..)`, for plain rounds too.
     """
 
     def __init__(
@@ -107,11 +111,12 @@ class Planner:
         """
         if curve is None and config.fixed_nodes is None:
             raise ValueError("a planner needs a measured latency curve: measure one, or set fixed_nodes")
-        self._fixed, self._max_nodes = config.fixed_nodes, config.max_nodes
+        self._fixed = config.fixed_nodes
+        self.each = config.max_nodes if config.fixed_nodes is None else config.fixed_nodes
+        """Most nodes of one sequence."""
         self._curve = curve
         self._propose = propose_seconds if callable(propose_seconds) else lambda running: propose_seconds
         self._capacity = curve.capacity() if curve is not None else 0
-        self._sizes = _sizes(config.max_nodes)
         # Promised and kept: the mean of `_trust` is accepted tokens per promised one. The prior is worth two.
         self._trust = _Average(2.0, 2.0)
         self._gains: list[_Average] = []
@@ -121,26 +126,50 @@ class Planner:
         self._probe_every, self._plain_rounds = _PROBE_EVERY, _PROBE_EVERY
         self._prices: dict[int, _Price] = {}  # by the bit length of S
         self._last: tuple[int, bool, float] | None = None  # running, speculative, real over predicted seconds
+        self._rate: float | None = None  # tokens per second of this speculative round; None: nothing to choose
 
     def paper_nodes(self, running: int) -> int:
-        """The published concurrency rule, clip(C_hw / S, 0, max_nodes): the bound under which `nodes` chooses."""
-        return min(self._capacity // running, self._max_nodes)
+        """The published concurrency rule, clip(C_hw / S, 0, max_nodes): a sequence's share of the bound on a round."""
+        return min(self._capacity // running, self.each)
 
     def nodes(self, running: int) -> int:
-        """Nodes per sequence for the coming round of `running` sequences; 0 is a plain round."""
+        """Most nodes of the coming round, all `running` sequences together; 0 is a plain round."""
         if self._fixed is not None:
-            return self._fixed
-        most = self._max_nodes if self._seen >= _KNOWN_AFTER else _UNKNOWN_NODES
-        best, speed = self._best(running, self._expected_gain, most)
+            return self._fixed * running
+        most = running * min(self.paper_nodes(running), self.each if self._seen >= _KNOWN_AFTER else _UNKNOWN_NODES)
+        _, speed = self._best(running, self._expected_gain, most)
         if not self._speculating and speed > _START_ABOVE:
             self._speculating, self._turns = True, 0
         elif self._speculating and speed < _STOP_BELOW:
             self._speculating, self._plain_rounds = False, 0
             if self._turns >= _MEMORY:  # it was worth something for long: look again soon
                 self._probe_every = _PROBE_EVERY
+        self._rate = None
         if not self._speculating:
             return self._probe(running)
-        return 0 if self._price(running).due else best
+        if self._price(running).due:
+            return 0
+        self._rate = speed * running / self._plain_seconds(running)
+        return most
+
+    def cut(self, running: int, gain: Sequence[float]) -> int:
+        """How many of the round's ranked nodes to verify; `gain` holds their path probabilities in descending order.
+
+        Proposing has been paid for by now, so what counts is the next node's worth against its time, at the rate of
+        tokens per second that `nodes` expects.
+        """
+        if self._rate is None:
+            return len(gain)
+        trust = self._believed
+        best, most_worth = 0, -self._rate * self._seconds(running, 0)
+        promised, counted = 0.0, 0
+        for size in _sizes(len(gain)):
+            promised += sum(gain[counted:size])
+            counted = size
+            worth = trust * promised - self._rate * self._seconds(running, size)
+            if worth > most_worth:
+                best, most_worth = size, worth
+        return best
 
     def observe(
         self,
@@ -154,17 +183,18 @@ class Planner:
 
         Args:
             running: sequences of the round.
-            gain: mean path probability of each further node (`Grown.gain_SN` averaged over S); None for a plain round.
+            gain: path probabilities of the ranked nodes (`Ranked.gain`), of which the first were verified; None where
+                nothing was proposed.
             accepted: accepted nodes, all sequences together.
             proposed: verified nodes, all sequences together.
             seconds: what the round took, proposing included; None if it was not timed.
         """
         if self._curve is None or self._fixed is not None:
             return
-        plain_seconds = self._curve(running)
+        plain_seconds = self._plain_seconds(running)
         if seconds is not None:
-            self._compare(running, proposed, seconds)
-        if not gain or not proposed:
+            self._compare(running, gain is not None, proposed, seconds)
+        if gain is None:
             self._plain_rounds += 1
             self._debt = max(0.0, self._debt - _PROBE_SHARE * plain_seconds)
             for average in (self._trust, *self._gains):
@@ -172,7 +202,7 @@ class Planner:
             return
         lost = self._seconds(running, proposed) - plain_seconds * (1 + accepted / running)
         self._debt = max(0.0, self._debt + lost)
-        self._learn(running, gain, accepted)
+        self._learn(running, gain, accepted, sum(gain[:proposed]))
         self._turns += 1
         if not self._speculating:  # it was a probe: one that paid is repeated at once, others ever more rarely
             paid = lost < 0
@@ -185,19 +215,23 @@ class Planner:
         for average in (self._trust, *self._gains):
             average.fade(0.0, 1.0)
 
-    def _compare(self, running: int, proposed: int, seconds: float) -> None:
+    def _compare(self, running: int, speculative: bool, proposed: int, seconds: float) -> None:
         """Correct the price of speculation where this round and the one before were of equal S and of both kinds."""
         assert self._curve is not None
-        predicted = self._curve(running + proposed) + (self._propose(running) if proposed else 0.0)
-        now = (running, proposed > 0, seconds / predicted)
+        predicted = self._curve(running + proposed) + (self._propose(running) if speculative else 0.0)
+        now = (running, speculative, seconds / predicted)
         before, self._last = self._last, now
         price = self._price(running)
-        price.uncompared += proposed > 0
+        price.uncompared += speculative
         if before is not None and before[0] == running and before[1] != now[1]:
             price.compare(now[2] / before[2] if now[1] else before[2] / now[2])
 
     def _price(self, running: int) -> _Price:
         return self._prices.setdefault(running.bit_length(), _Price())
+
+    def _plain_seconds(self, running: int) -> float:
+        assert self._curve is not None
+        return self._curve(running)
 
     def _seconds(self, running: int, proposed: int) -> float:
         """Expected seconds of a speculative round, in units of the curve's own plain rounds."""
@@ -205,35 +239,42 @@ class Planner:
         predicted = self._propose(running) + self._curve(running + proposed)
         return predicted * math.exp(self._price(running).log_bias.mean)
 
-    def _learn(self, running: int, gain: Sequence[float], accepted: int) -> None:
+    @property
+    def _believed(self) -> float:
+        """Accepted tokens per promised one."""
+        return min(self._trust.mean, _MOST_TRUST)
+
+    def _learn(self, running: int, gain: Sequence[float], accepted: int, promised: float) -> None:
         keep = max(math.exp(-running / _MEMORY), _LEAST_KEPT)
         self._seen += running
-        self._trust.add(accepted, running * sum(gain), keep)
-        self._gains += [_Average() for _ in range(len(gain) - len(self._gains))]
-        for average, value in zip(self._gains, gain, strict=False):
-            average.add(running * value, running, keep)
+        self._trust.add(accepted, promised, keep)
+        # The i-th node of an average sequence: the mean of the i-th S ranked ones.
+        shares = [gain[i : i + running] for i in range(0, len(gain), running)]
+        self._gains += [_Average() for _ in range(len(shares) - len(self._gains))]
+        for average, share in zip(self._gains, shares, strict=False):
+            average.add(sum(share), running, keep)
 
     def _probe(self, running: int) -> int:
         if self._plain_rounds < self._probe_every or self._debt > 0:
             return 0
-        best, speed = self._best(running, lambda i: _HOPED_GAIN / i, _UNKNOWN_NODES)
+        most = running * min(_UNKNOWN_NODES, self.paper_nodes(running))
+        best, speed = self._best(running, lambda i: _HOPED_GAIN / i, most)
         return best if speed > _START_ABOVE else 0
 
     def _best(self, running: int, gain: Callable[[int], float], most: int) -> tuple[int, float]:
-        """The size of most tokens per second, and its speed over plain decoding; `gain(i)` is the i-th node's."""
-        assert self._curve is not None
-        most = min(most, self.paper_nodes(running))
-        plain_seconds = self._curve(running)
+        """The total of most tokens per second, and its speed over plain decoding.
+
+        `gain(i)` is that of an average sequence's i-th node.
+        """
+        plain_seconds = self._plain_seconds(running)
         best, speed = 0, 0.0
         accepted, counted = 0.0, 0
-        for size in self._sizes:
-            if size > most:
-                break
-            accepted += sum(gain(i) for i in range(counted + 1, size + 1))
+        for size in _sizes(most):
+            accepted += sum(gain(1 + i // running) for i in range(counted, size))
             counted = size
-            seconds = self._seconds(running, running * size)
-            if (1 + accepted) * plain_seconds / seconds > speed:
-                best, speed = size, (1 + accepted) * plain_seconds / seconds
+            seconds = self._seconds(running, size)
+            if (1 + accepted / running) * plain_seconds / seconds > speed:
+                best, speed = size, (1 + accepted / running) * plain_seconds / seconds
         return best, speed
 
     def _expected_gain(self, index: int) -> float:
@@ -242,10 +283,11 @@ class Planner:
         if known == 0:
             return _PRIOR_GAIN / index
         gain = self._gains[index - 1].mean if index <= known else self._gains[-1].mean * known / index
-        return min(self._trust.mean, _MOST_TRUST) * gain
+        return self._believed * gain
 
 
-def _sizes(max_nodes: int) -> list[int]:
-    """Trees to choose among: 1, 2, 3, 4, 6, 8, 12, 16, .. up to `max_nodes`, which is one of them."""
-    sizes = {size for k in range(max_nodes.bit_length() + 1) for size in (1 << k, 3 << k) if size <= max_nodes}
-    return sorted(sizes | {max_nodes} if max_nodes else sizes)
+@lru_cache
+def _sizes(most: int) -> tuple[int, ...]:
+    """Totals to choose among: 1 to 8, then 10, 12, 14, 16, 20, .., steps of at most a quarter, and `most` itself."""
+    steps = {m << k for m in (1, 2, 3, 5, 7) for k in range(most.bit_length())}
+    return tuple(sorted({size for size in steps if size <= most} | {most} if most else ()))

@@ -86,16 +86,16 @@ class LatencyCurve:
 
 
 def row_grid(max_rows: int) -> list[int]:
-    """Row counts to measure: 1, 2, 3, 5, 9, 17, 33, .. and `max_rows` as the last."""
-    grid = {1, max_rows}
-    step = 1
-    while step + 1 < max_rows:
-        grid.add(step + 1)
-        step *= 2
-    return sorted(grid)
+    """Row counts to measure: each up to 8, then steps of a quarter to 32 and of a half beyond, and `max_rows` last.
+
+    Fine where budgets are decided: matrix products cost in steps of a few rows.
+    """
+    few = {m << k for m in (4, 5, 6, 7) for k in range(3)} | {1, 2, 3}
+    many = {m << k for m in (2, 3) for k in range(4, max_rows.bit_length())}
+    return sorted({rows for rows in few | many if rows <= max_rows} | {max_rows})
 
 
-def measure(forward: Callable[[int], None], rows: Sequence[int], repeats: int = 5) -> LatencyCurve:
+def measure(forward: Callable[[int], None], rows: Sequence[int], repeats: int = 4) -> LatencyCurve:
     """Time `forward(n)` for every n of `rows`, which must return only when the device is done.
 
     The repeats are interleaved, so that a slow moment of the machine touches all points alike; each point is the least

@@ -17,7 +17,7 @@ from specroll.sampling import draw
 from specroll.tree.grow import grow
 from specroll.types import Features, Proposer, SamplingParams, Tree
 
-_MOST_ROWS = 129
+_MOST_ROWS = 128
 _ROWS_PER_TREE = 4
 _CONTEXT = 128
 _PROPOSE_NODES, _PROPOSE_REPEATS = 4, 5

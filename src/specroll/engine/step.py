@@ -9,17 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from specroll.budget import Planner
 from specroll.config import EngineConfig
 from specroll.engine.scheduler import Running, Scheduler
 from specroll.model.target import HFTarget
 from specroll.sampling import draw, process
-from specroll.tree.grow import grow, roots
+from specroll.tree.grow import rank, roots
 from specroll.types import (
     Completion,
     Draft,
@@ -108,52 +107,56 @@ class Session:
         lengths = [r.length for r in running]
         length_S = torch.tensor(lengths, device=device)
 
-        draft, tree, gain_SN = self._propose(Features(self.hidden_SH, root_S, sample_S, length_S, self.sampling))
+        draft, tree, gain = self._propose(Features(self.hidden_SH, root_S, sample_S, length_S, self.sampling))
         watch.lap("propose")
         out = self.target.forward_tree(tree, length_S, max(lengths))
         watch.lap("verify")
         position_N = length_S[tree.sequence_N] + tree.depth_N + 1
         verdict = walk(tree, draw(out.logits_NV, self.sampling, sample_S[tree.sequence_N], position_N))
         watch.lap("draw")
-        stats = RoundStats(running=len(running), proposed=(tree.size - 1) * len(running), seconds=watch.seconds)
-        self._commit(tree, verdict, out, gain_SN, stats)
+        stats = RoundStats(running=len(running), proposed=tree.token_N.shape[0] - len(running), seconds=watch.seconds)
+        self._commit(tree, verdict, out, gain, stats)
         watch.lap("commit")
         if draft is not None and self.proposer is not None:
             self.proposer.observe(draft, tree, verdict)
             watch.lap("observe")
         return stats
 
-    def _propose(self, features: Features) -> tuple[Draft | None, Tree, Tensor | None]:
+    def _propose(self, features: Features) -> tuple[Draft | None, Tree, list[float] | None]:
         """The trees to verify: bare roots where speculation does not pay, which is plain decoding."""
-        nodes = self.planner.nodes(features.root_S.shape[0]) if self.planner is not None else 0
-        if not nodes or self.proposer is None:
+        running = features.root_S.shape[0]
+        most = self.planner.nodes(running) if self.planner is not None else 0
+        if not most or self.planner is None or self.proposer is None:
             return None, roots(features.root_S), None
         draft = self.proposer.propose(features)
-        grown = grow(draft, features.root_S, nodes)
-        return draft, grown.tree, grown.gain_SN
+        ranked = rank(draft, features.root_S, most, self.planner.each)
+        return draft, ranked.plant(self.planner.cut(running, ranked.gain)), ranked.gain
 
     def _commit(
-        self, tree: Tree, verdict: Verdict, out: TargetOutput, gain_SN: Tensor | None, stats: RoundStats
+        self, tree: Tree, verdict: Verdict, out: TargetOutput, gain: list[float] | None, stats: RoundStats
     ) -> None:
         """Emit the accepted paths' draws, keep their keys and values, retire what has ended."""
-        drawn, accepted, depth, gains = _to_host(tree, verdict, gain_SN)
-        size = tree.size
-        paths, ended = [], {}
+        rows = _to_host(tree, verdict)
+        paths: list[list[int]] = [[] for _ in self.scheduler.running]
+        for i, row in enumerate(rows):
+            if row.accepted:
+                paths[row.sequence].append(i)  # parents come before children
+        ended = {}
         moves: list[tuple[int, int, int]] = []
-        for s, row in enumerate(self.scheduler.running):
-            first = s * size
-            path = [i for i in range(first, first + size) if accepted[i]]  # parents come before children
-            taken, reason = self.rule.cut(row.token_ids, [drawn[i][0] for i in path], row.request.max_new_tokens)
-            moves += [(s, row.length + i - first, row.length + d) for d, i in enumerate(path) if i - first != d]
-            paths.append(path[:taken])
-            self._emit(row, [drawn[i] for i in path[:taken]])
+        for s, (running, path) in enumerate(zip(self.scheduler.running, paths, strict=True)):
+            drawn = [rows[i].drawn for i in path]
+            kept, reason = self.rule.cut(running.token_ids, [d[0] for d in drawn], running.request.max_new_tokens)
+            at = running.length
+            moves += [(s, at + rows[i].slot, at + d) for d, i in enumerate(path) if rows[i].slot != d]
+            del path[kept:]
+            self._emit(running, drawn[:kept])
             if reason is not None:
                 ended[s] = reason
-            stats.emitted += taken
-        _count(stats, depth, accepted, tree.max_depth)
+            stats.emitted += kept
+        _count(stats, rows, tree.max_depth)
         if self.planner is not None:
             seconds = sum(t for stage, t in stats.seconds.items() if stage != "prefill")
-            self.planner.observe(stats.running, gains, sum(stats.accepted_by_depth), stats.proposed, seconds)
+            self.planner.observe(stats.running, gain, sum(stats.accepted_by_depth), stats.proposed, seconds)
         self._trace(out, [i for path in paths for i in path], [len(p) for p in paths])
         if moves and self.target.cache is not None:
             slot, source, to = (torch.tensor(m, device=self.target.device) for m in zip(*moves, strict=True))
@@ -245,26 +248,29 @@ def _drawn(draws: Draws) -> list[DrawnRow]:
     return [(int(t), raw, logp, kept) for t, raw, logp, kept in table.tolist()]
 
 
-def _to_host(
-    tree: Tree, verdict: Verdict, gain_SN: Tensor | None
-) -> tuple[list[DrawnRow], list[bool], list[int], list[float] | None]:
-    """The round's one transfer: what was drawn, what was accepted, and the mean gain of each further node."""
+class _Row(NamedTuple):
+    """What the host learns of one packed row."""
+
+    drawn: DrawnRow
+    accepted: bool
+    depth: int
+    sequence: int
+    slot: int
+
+
+def _to_host(tree: Tree, verdict: Verdict) -> list[_Row]:
+    """What was drawn and accepted, in one transfer."""
     draws = verdict.draws
-    columns = (draws.token_N, draws.logp_raw_N, draws.logp_N, draws.kept_mass_N, verdict.accepted_N, tree.depth_N)
-    parts = [torch.stack([c.double() for c in columns], 1).flatten()]
-    if gain_SN is not None:
-        parts.append(gain_SN.double().mean(0))
-    flat = torch.cat(parts).tolist()
-    rows = [flat[i : i + len(columns)] for i in range(0, tree.token_N.shape[0] * len(columns), len(columns))]
-    drawn = [(int(r[0]), r[1], r[2], r[3]) for r in rows]
-    gains = None if gain_SN is None else flat[len(rows) * len(columns) :]
-    return drawn, [bool(r[4]) for r in rows], [int(r[5]) for r in rows], gains
+    drawn = (draws.token_N, draws.logp_raw_N, draws.logp_N, draws.kept_mass_N)
+    place = (verdict.accepted_N, tree.depth_N, tree.sequence_N, tree.slot_N)
+    table = torch.stack([column_N.double() for column_N in (*drawn, *place)], 1).tolist()
+    return [_Row((int(r[0]), r[1], r[2], r[3]), bool(r[4]), *map(int, r[5:])) for r in table]
 
 
-def _count(stats: RoundStats, depth: list[int], accepted: list[bool], max_depth: int) -> None:
+def _count(stats: RoundStats, rows: list[_Row], max_depth: int) -> None:
     stats.accepted_by_depth = [0] * max_depth
     stats.proposed_by_depth = [0] * max_depth
-    for d, ok in zip(depth, accepted, strict=True):
-        if d:
-            stats.proposed_by_depth[d - 1] += 1
-            stats.accepted_by_depth[d - 1] += ok
+    for row in rows:
+        if row.depth:
+            stats.proposed_by_depth[row.depth - 1] += 1
+            stats.accepted_by_depth[row.depth - 1] += row.accepted

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from specroll.model.cache import SlotCache
+from specroll.types import Tree
 
 NAME = "specroll"
 _HARMLESS = {
@@ -97,20 +98,31 @@ class PromptPass:
 
 
 class TreePass:
-    """`size` packed rows for each of the first S slots, written behind their prefixes of `length_S` tokens."""
+    """The packed rows of the first S slots' trees, written behind their prefixes of `length_S` tokens.
 
-    def __init__(
-        self, cache: SlotCache, size: int, length_S: Tensor, longest: int, seen_SNN: Tensor, depth_SN: Tensor
-    ) -> None:
-        """`seen_SNN[s, i, j]`: row i sees row j (itself or an ancestor); `longest` is the largest of length_S."""
-        self.cache, self.size, self.length_S = cache, size, length_S
+    Attention wants a rectangle: sequences with fewer rows than the largest tree (n = tree.size) are padded for the
+    length of the call, by rows whose results nobody reads.
+    """
+
+    def __init__(self, cache: SlotCache, tree: Tree, length_S: Tensor, longest: int, seen_Nn: Tensor) -> None:
+        """`seen_Nn[i, j]`: row i sees slot j of its sequence (`ancestors`); `longest` is the largest of length_S."""
+        self.cache, self.size, self.length_S = cache, tree.size, length_S
         self.running = length_S.shape[0]
-        self.live = longest + size
-        device = length_S.device
-        slot = torch.arange(self.running, device=device)[:, None] * cache.length
-        self.write_N = (slot + length_S[:, None] + torch.arange(size, device=device)).flatten()
-        self._seen_SNN, self._depth_SN = seen_SNN, depth_SN
+        self.live = longest + tree.size
+        self.write_N = tree.sequence_N * cache.length + length_S[tree.sequence_N] + tree.slot_N
+        self._pads: tuple[Tensor, Tensor] | None = None
+        if tree.token_N.shape[0] < self.running * self.size:
+            place_N = tree.sequence_N * self.size + tree.slot_N
+            row_X = place_N.new_zeros(self.running * self.size)
+            row_X[place_N] = torch.arange(place_N.shape[0], device=place_N.device)
+            self._pads = row_X, place_N
+        self._seen_SNN = self._padded(seen_Nn, 0).view(self.running, self.size, self.size)
+        self._depth_SN = self._padded(tree.depth_N, 0).view(self.running, self.size)
         self._masks: dict[int | None, Tensor] = {}
+
+    def _padded(self, x: Tensor, dim: int) -> Tensor:
+        """Rows of the packed dimension laid out as S times n, pads being copies of the first."""
+        return x if self._pads is None else x.index_select(dim, self._pads[0])
 
     def _mask(self, window: int | None, group: int, like: Tensor) -> Tensor:
         """Additive [S, 1, G * n, L]: the prefix (within the window) and the own ancestors."""
@@ -135,13 +147,14 @@ class TreePass:
         kv.view(-1, rows_NX.shape[1]).index_copy_(0, self.write_N, rows_NX)
         live = kv[: self.running, : self.live]
         # The G query heads of a key head become more rows of the same product, so keys are read once.
-        q = query.view(heads, group, self.running, self.size, width).permute(2, 0, 1, 3, 4)
+        q = self._padded(query, 1).view(heads, group, self.running, self.size, width).permute(2, 0, 1, 3, 4)
         q = q.reshape(self.running, heads, group * self.size, width)
         out = scaled_dot_product_attention(
             q, live[:, :, 0].transpose(1, 2), live[:, :, 1].transpose(1, 2), self._mask(window, group, q), scale=scale
         )
         out = out.view(self.running, heads, group, self.size, width).permute(0, 3, 1, 2, 4)
-        return out.reshape(self.running * self.size, heads * group, width)
+        out = out.reshape(self.running * self.size, heads * group, width)
+        return out if self._pads is None else out.index_select(0, self._pads[1])
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -138,9 +138,7 @@ class HFTarget:
     def forward_tree(self, tree: Tree, length_S: Tensor, longest: int) -> TargetOutput:
         """One pass over all trees, behind prefixes of `length_S` tokens in the first S slots of the reserved cache."""
         assert self.cache is not None
-        running = length_S.shape[0]
-        depth_SN = tree.depth_N.view(running, tree.size)
-        rows = TreePass(self.cache, tree.size, length_S, longest, ancestors(tree), depth_SN)
+        rows = TreePass(self.cache, tree, length_S, longest, ancestors(tree))
         return self._forward(tree.token_N, length_S[tree.sequence_N] + tree.depth_N, rows, 0)
 
     def _forward(self, token_N: Tensor, position_N: Tensor, rows: Pass, keep: Tensor | int) -> TargetOutput:

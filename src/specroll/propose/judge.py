@@ -72,7 +72,7 @@ class Judge:
         for counting in (False, True):  # the first pass only settles the calibration, as a running rollout has
             for position_B, token_BKC, score_BKC in drafts:
                 draft = Draft(token_BKC, score_BKC, calibrator.hit(score_BKC))
-                tree = grow(draft, self.samples.token_P[position_B], nodes).tree
+                tree = grow(draft, self.samples.token_P[position_B], nodes)
                 start_N = position_B[tree.sequence_N]
                 drawn_N = start_N + tree.depth_N + 1
                 known_N = tree.depth_N < self.samples.left_P[start_N]

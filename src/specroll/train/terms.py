@@ -78,6 +78,7 @@ def unwrapped(trainer: GRPOTrainer) -> nn.Module:
 def tokenize(prompts: Sequence[Any], trainer: GRPOTrainer) -> list[list[int]]:
     """Token ids of prompts, strings or messages, as the trainer's own generation would make them."""
     tokenizer: Any = trainer.processing_class
+    settings: Any = trainer.chat_template_kwargs or {}
     if isinstance(prompts[0], str):
         return tokenizer(text=list(prompts))["input_ids"]
     return tokenizer.apply_chat_template(
@@ -86,7 +87,7 @@ def tokenize(prompts: Sequence[Any], trainer: GRPOTrainer) -> list[list[int]]:
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
-        **dict[str, Any](trainer.chat_template_kwargs or {}),
+        **settings,
     )["input_ids"]
 
 

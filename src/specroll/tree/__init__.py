@@ -1,6 +1,6 @@
 """Token trees: which candidates a round verifies, and who is whose ancestor. Knows nothing of models or proposers."""
 
-from specroll.tree.grow import Grown, grow, roots
+from specroll.tree.grow import Ranked, grow, rank, roots
 from specroll.tree.mask import ancestors
 
-__all__ = ["Grown", "ancestors", "grow", "roots"]
+__all__ = ["Ranked", "ancestors", "grow", "rank", "roots"]

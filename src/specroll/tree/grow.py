@@ -1,14 +1,14 @@
 """Best-first trees under a node budget: from a draft's candidates to the packed rows of one verification pass.
 
 A draft is a lattice: any candidate of horizon k may follow any path of k - 1 candidates, and a path is worth the
-product of its hit probabilities. The best `nodes` paths of every sequence are its tree. Growing never looks at a
-tensor's value on the host, so it costs a handful of launches and no synchronisation.
+product of its hit probabilities. `rank` orders the best paths of all sequences in one list, so that a round's budget
+goes where it is worth most; any beginning of that list is a set of trees, which `Ranked.plant` packs.
 
 Why no queue is needed. Number each horizon's candidates from 1 in order of hit probability. A path (a_1, .., a_d) is
 never worth more than the paths that are no longer and nowhere ranked lower, of which there are a_1 + a_1 a_2 + ... +
 a_1 .. a_d, itself included. When that exceeds the budget it cannot be among the best (on a tie, a tree without it is as
 good), whatever the probabilities are. The few paths left are a table that depends on (K, C, nodes) only: it is written
-once, scored for all sequences in one product, and cut by one top-k.
+once, scored for all sequences in one product, and cut by top-k.
 
 Why the result is a tree. Hit probabilities are clamped to at most 1 - 1e-4 and multiplied in float64, whose rounding is
 many orders finer, so an ancestor always scores strictly above its descendants. Only unrelated paths can tie; hence the
@@ -16,10 +16,13 @@ top-k, in whatever order it breaks ties, keeps a node only together with its anc
 
 The table's limit: it stops deepening at 65,536 paths. Only budgets far past use reach that (over 128 nodes with 8
 horizons, over 64 with 16); the farthest horizons are then left out, and the tree is best-first over the rest.
+
+Shapes: P paths of the table, E cells (a horizon's candidate, or the root), M ranked nodes of a round.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -33,17 +36,6 @@ _MOST_HIT = 1.0 - 1e-4  # see above: strictly below 1
 _MOST_PATHS = 65_536
 
 
-class Grown(NamedTuple):
-    """A tree and what it promises: `gain_SN[s].sum()` is the expected number of accepted nodes of sequence s.
-
-    `gain_SN` (float32) holds the kept nodes' path probabilities in descending order, so the sum of the first n is the
-    promise of a tree of n nodes.
-    """
-
-    tree: Tree
-    gain_SN: Tensor
-
-
 class _Lattice(NamedTuple):
     """All P paths that may be among the best, the root first, as indices into K * C cells and one pad cell."""
 
@@ -52,6 +44,48 @@ class _Lattice(NamedTuple):
     parent_P: Tensor
     depth_P: Tensor
     max_depth: int
+
+
+class Ranked(NamedTuple):
+    """The best nodes of a round over all its sequences, best first: any number of them from the front is plantable.
+
+    `gain[i]` is the probability that the draws reach node i; the sum of the first n is the number of accepted nodes
+    that a tree of them promises.
+    """
+
+    gain: list[float]
+    sequence: list[int]
+    path_M: Tensor
+    sequence_M: Tensor
+    root_S: Tensor
+    token_SE: Tensor
+    rank_SE: Tensor
+    lattice: _Lattice | None  # None where there is nothing to plant
+
+    def plant(self, nodes: int) -> Tree:
+        """The trees of the first `nodes` ranked nodes, packed by sequence with parents before children."""
+        if nodes == 0 or self.lattice is None:
+            return roots(self.root_S)
+        device, sequences = self.root_S.device, self.root_S.numel()
+        own_S = torch.arange(sequences, device=device)
+        sequence_N = torch.cat((own_S, self.sequence_M[:nodes]))
+        path_N = torch.cat((torch.zeros_like(own_S), self.path_M[:nodes]))  # a root, path 0, before its nodes
+        sequence_N, order_N = sequence_N.sort(stable=True)
+        path_N = path_N[order_N]
+        row_N = torch.arange(sequence_N.numel(), device=device)
+        row_SP = row_N.new_zeros(sequences, self.lattice.parent_P.numel())
+        row_SP[sequence_N, path_N] = row_N
+        cell_N = self.lattice.last_P[path_N]
+        return Tree(
+            token_N=self.token_SE[sequence_N, cell_N],
+            parent_N=row_SP[sequence_N, self.lattice.parent_P[path_N]],
+            depth_N=self.lattice.depth_P[path_N],
+            sequence_N=sequence_N,
+            slot_N=row_N - row_SP[sequence_N, 0],
+            rank_N=self.rank_SE[sequence_N, cell_N],
+            size=1 + max(Counter(self.sequence[:nodes]).values()),
+            max_depth=self.lattice.max_depth,
+        )
 
 
 def roots(root_S: Tensor) -> Tree:
@@ -70,28 +104,33 @@ def roots(root_S: Tensor) -> Tree:
     )
 
 
-def grow(draft: Draft, root_S: Tensor, nodes: int) -> Grown:
-    """The best prefix-closed tree of `nodes` nodes for every sequence, packed with parents before children.
+def grow(draft: Draft, root_S: Tensor, nodes: int) -> Tree:
+    """The best tree of `nodes` nodes for each sequence by itself (a lattice that holds fewer gives a smaller one)."""
+    ranked = rank(draft, root_S, nodes * root_S.numel(), nodes)
+    return ranked.plant(len(ranked.gain))
+
+
+def rank(draft: Draft, root_S: Tensor, most: int, each: int) -> Ranked:
+    """The best nodes of all sequences, at most `most` in all and `each` of one sequence. One transfer to the host.
 
     Args:
         draft: candidates of K horizons for S sequences; within a horizon the tokens must be distinct.
         root_S: the root tokens, int64.
-        nodes: nodes per sequence, the root not counted. A lattice that holds fewer gives a smaller tree.
-
-    Returns:
-        The tree, S * tree.size rows; `tree.max_depth` is an upper bound known without looking at the device.
+        most, each: the round's budget and a sequence's own; roots are not counted.
 
     Raises:
-        ValueError: when `nodes` is negative.
+        ValueError: when a budget is negative.
     """
-    if nodes < 0:
-        raise ValueError(f"nodes must be >= 0 (0 = plain decoding), got {nodes}")
+    if most < 0 or each < 0:
+        raise ValueError(f"node budgets must be >= 0 (0 = plain decoding), got {most} in all, {each} for a sequence")
     sequences, horizons, candidates = draft.hit_SKC.shape
-    if nodes == 0 or horizons == 0 or candidates == 0:
-        return Grown(roots(root_S), draft.hit_SKC.new_zeros((sequences, 0), dtype=torch.float32))
+    each = min(each, most)
+    if each == 0 or horizons == 0 or candidates == 0:
+        none = root_S[:0]
+        return Ranked([], [], none, none, root_S, root_S[:, None], none, None)
 
-    width = min(candidates, nodes)
-    lattice = _lattice(horizons, width, nodes, root_S.device)
+    width = min(candidates, each)
+    lattice = _lattice(horizons, width, each, root_S.device)
     hit_SKC = draft.hit_SKC.double().nan_to_num(nan=0.0).clamp(_LEAST_HIT, _MOST_HIT)
     hit_SKC, rank_SKC = hit_SKC.topk(width, dim=-1)  # a draft ranks by score; hits may be ordered differently
     token_SKC = draft.token_SKC.gather(-1, rank_SKC)
@@ -101,33 +140,13 @@ def grow(draft: Draft, root_S: Tensor, nodes: int) -> Grown:
     token_SE = torch.cat([token_SKC.flatten(1), root_S[:, None]], dim=1)
     rank_SE = torch.cat([rank_SKC.flatten(1), rank_SKC.new_zeros(sequences, 1)], dim=1)
 
-    score_SP = hit_SE[:, lattice.cells_PK].prod(dim=-1)
-    size = min(nodes + 1, score_SP.shape[1])
-    gain_Sn, path_Sn = score_SP.topk(size, dim=-1)
-    tree = _pack(lattice, path_Sn, token_SE, rank_SE)
-    return Grown(tree, gain_Sn[:, 1:].float())
-
-
-def _pack(lattice: _Lattice, path_Sn: Tensor, token_SE: Tensor, rank_SE: Tensor) -> Tree:
-    """The chosen paths as packed rows; slots follow the order of `path_Sn`."""
-    sequences, size = path_Sn.shape
-    cell_Sn = lattice.last_P[path_Sn]
-    slot_n = torch.arange(size, device=path_Sn.device)
-    sequence_S1 = torch.arange(sequences, device=path_Sn.device)[:, None]
-    slot_Sn = slot_n.expand(sequences, size)
-    slot_SP = torch.zeros(sequences, lattice.parent_P.numel(), dtype=torch.int64, device=path_Sn.device)
-    slot_SP.scatter_(1, path_Sn, slot_Sn)
-    parent_Sn = slot_SP.gather(1, lattice.parent_P[path_Sn]) + sequence_S1 * size
-    return Tree(
-        token_N=token_SE.gather(1, cell_Sn).flatten(),
-        parent_N=parent_Sn.flatten(),
-        depth_N=lattice.depth_P[path_Sn].flatten(),
-        sequence_N=sequence_S1.expand(sequences, size).flatten(),
-        slot_N=slot_Sn.flatten(),
-        rank_N=rank_SE.gather(1, cell_Sn).flatten(),
-        size=size,
-        max_depth=lattice.max_depth,
-    )
+    score_SP = hit_SE[:, lattice.cells_PK[1:]].prod(dim=-1)  # without the root
+    gain_Sn, path_Sn = score_SP.topk(min(each, score_SP.shape[1]), dim=-1)
+    gain_M, at_M = gain_Sn.flatten().topk(min(most, gain_Sn.numel()))
+    path_M = path_Sn.flatten()[at_M] + 1
+    sequence_M = at_M // gain_Sn.shape[1]
+    gain, sequence = torch.stack((gain_M, sequence_M.double())).tolist()
+    return Ranked(gain, list(map(int, sequence)), path_M, sequence_M, root_S, token_SE, rank_SE, lattice)
 
 
 @lru_cache(maxsize=256)

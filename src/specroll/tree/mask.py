@@ -9,7 +9,7 @@ from specroll.types import Tree
 
 
 def ancestors(tree: Tree) -> Tensor:
-    """Bool [S, n, n], n = tree.size: entry [s, i, j] says that row j of sequence s is row i itself or its ancestor.
+    """Bool [N, n], n = tree.size: entry [i, j] says that slot j of row i's sequence is row i itself or its ancestor.
 
     Pointer jumping: each step doubles the stretch of ancestors that a row knows, so depth d takes log2(d) steps.
     """
@@ -18,4 +18,4 @@ def ancestors(tree: Tree) -> Tensor:
     for _ in range(tree.max_depth.bit_length()):
         mask_Nn = mask_Nn | mask_Nn[jump_N]
         jump_N = jump_N[jump_N]
-    return mask_Nn.view(-1, tree.size, tree.size)
+    return mask_Nn

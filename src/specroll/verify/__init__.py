@@ -1,5 +1,5 @@
 """Verification: the target's own draws, followed while the tree agrees. Never learns where a draft came from."""
 
-from specroll.verify.walk import Paths, accepted_paths, walk
+from specroll.verify.walk import walk
 
-__all__ = ["Paths", "accepted_paths", "walk"]
+__all__ = ["walk"]

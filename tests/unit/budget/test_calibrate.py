@@ -97,7 +97,7 @@ def test_only_visited_nodes_with_a_horizon_left_count() -> None:
         score_SKC=torch.tensor([[[2.0, 1.0], [2.0, 1.0]]]).expand(2, 2, 2),
         hit_SKC=torch.tensor([[[0.6, 0.1], [0.5, 0.1]]]).expand(2, 2, 2),
     )
-    tree = grow(draft, torch.tensor([90, 91]), 2).tree
+    tree = grow(draft, torch.tensor([90, 91]), 2)
     assert tree.token_N.tolist() == [90, 1, 3, 91, 5, 7]
     token_N = torch.tensor([1, 3, 99, 99, 7, 99])  # the third is drawn below the last horizon, the fifth off the path
     zeros_N = torch.zeros(6)
@@ -116,7 +116,7 @@ def test_a_draw_counts_as_covered_though_the_tree_did_not_try_it() -> None:
     zero = torch.zeros(1)
     calibrator = HitCalibrator(1)
     before = calibrator.coverage_K.clone()
-    tree: Tree = grow(draft, root, 0).tree
+    tree: Tree = grow(draft, root, 0)
     calibrator.observe(draft, tree, Verdict(Draws(torch.tensor([3]), zero, zero, zero), torch.tensor([True])))
     assert calibrator.coverage_K > before and calibrator.beta_K < 1 / 1.5  # covered, by an unlikely one
 

@@ -52,29 +52,28 @@ HOSTILE = Heads(lambda i: 0.9**i, lambda i: 0.0)
 class Simulation:
     """Rounds on a curve: `seconds` is what they took, `plain_seconds` what the same tokens cost without speculation."""
 
-    planner: Planner | None
+    planner: Planner
     curve: LatencyCurve
     propose_seconds: float = 0.003
-    fixed: int = 0
     seed: int = 0
     seconds: float = 0.0
     plain_seconds: float = 0.0
-    chosen: list[int] = field(default_factory=list)
+    chosen: list[float] = field(default_factory=list)  # nodes per sequence
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
 
     def run(self, heads: Heads, running: Iterable[int]) -> Simulation:
         for s in running:
-            nodes = self.planner.nodes(s) if self.planner else self.fixed
-            hits = [heads.true(i + 1) for i in range(nodes)]
-            accepted = int(self.random.binomial(s, hits).sum()) if nodes else 0
-            self.seconds += self.curve(s * (1 + nodes)) + (self.propose_seconds if nodes else 0.0)
+            most = self.planner.nodes(s)
+            gain = [heads.claimed(1 + i // s) for i in range(most)] if most else None
+            nodes = self.planner.cut(s, gain) if gain else 0
+            hits = [heads.true(1 + i // s) for i in range(nodes)]
+            accepted = int(self.random.binomial(1, hits).sum()) if nodes else 0
+            self.seconds += self.curve(s + nodes) + (self.propose_seconds if gain else 0.0)
             self.plain_seconds += self.curve(s) * (s + accepted) / s
-            self.chosen.append(nodes)
-            if self.planner:
-                gain = [heads.claimed(i + 1) for i in range(nodes)] if nodes else None
-                self.planner.observe(s, gain, accepted, s * nodes)
+            self.chosen.append(nodes / s)
+            self.planner.observe(s, gain, accepted, nodes)
         return self
 
     @property
@@ -90,9 +89,9 @@ def plan(curve: LatencyCurve, max_nodes: int = 16) -> Planner:
 def best_round(curve: LatencyCurve, heads: Heads, running: int) -> tuple[float, float]:
     """Of a planner that knows everything: (plain seconds of a round's tokens, its seconds) at the best fixed size."""
     rounds = [(curve(running), curve(running))]
-    for nodes in range(1, 17):
-        tokens = 1 + sum(heads.true(i) for i in range(1, nodes + 1))
-        rounds.append((tokens * curve(running), curve(running * (1 + nodes)) + 0.003))
+    for nodes in range(1, 16 * running + 1):
+        tokens = 1 + sum(heads.true(1 + i // running) for i in range(nodes)) / running
+        rounds.append((tokens * curve(running), curve(running + nodes) + 0.003))
     return max(rounds, key=lambda seconds: seconds[0] / seconds[1])
 
 
@@ -160,7 +159,6 @@ def test_recovery_is_noticed(running: int, rounds: int) -> None:
 @pytest.mark.parametrize("running", [1, 4])
 def test_training_the_proposer_is_noticed_at_once(running: int) -> None:
     simulation = Simulation(plan(CPU), CPU).run(UNTRAINED, [running] * 1500)
-    assert simulation.planner is not None
     simulation.planner.refreshed()
     simulation.run(GOOD, [running] * 150)
     assert sum(map(bool, simulation.chosen[-50:])) > 40
@@ -171,7 +169,7 @@ def test_decay_is_noticed(running: int) -> None:
     simulation = Simulation(plan(CPU), CPU).run(GOOD, [running] * 300)
     simulation.run(HOSTILE, [running] * 300)
     assert sum(map(bool, simulation.chosen[300:400])) < 80
-    assert not any(simulation.chosen[400:416])
+    assert sum(map(bool, simulation.chosen[400:500])) <= 2  # probes
 
 
 def test_does_not_flutter_at_the_break_even() -> None:
@@ -222,13 +220,7 @@ def test_the_rounds_own_times_correct_the_curve() -> None:
     """A curve that promises free rows on a device where each row costs its full price: speculation is given up."""
     flat = LatencyCurve((1, 129), (0.05, 0.06))
     planner = Planner(BudgetConfig(max_nodes=8), flat, 0.001)
-    sizes = []
-    for _ in range(200):
-        nodes = planner.nodes(4)
-        sizes.append(nodes)
-        seconds = 0.05 * (1 + nodes)  # whatever the curve says
-        gain = [0.6 / i for i in range(1, nodes + 1)] or None
-        planner.observe(4, gain, round(4 * sum(gain or [])), 4 * nodes, seconds)
+    sizes = timed_rounds(planner, running=4, seconds=lambda nodes: 0.05 * (1 + nodes / 4))  # whatever the curve says
     assert sizes[0] > 0 and sum(n > 0 for n in sizes[50:]) <= 6
 
 
@@ -236,12 +228,27 @@ def test_a_slower_machine_changes_nothing() -> None:
     """Both kinds of rounds twice as slow as the curve says: speculation pays as before."""
     curve = LatencyCurve((1, 129), (0.05, 0.10))
     planner = Planner(BudgetConfig(max_nodes=8), curve, 0.001)
-    plain = 0
+    sizes = timed_rounds(planner, running=2, seconds=lambda nodes: 2 * (curve(2 + nodes) + 0.001 * (nodes > 0)))
+    assert sizes.count(0) <= 10  # only the comparisons
+
+
+def timed_rounds(planner: Planner, running: int, seconds: Callable[[int], float]) -> list[int]:
+    """Nodes of 200 rounds of good heads that take so many seconds."""
+    sizes = []
     for _ in range(200):
-        nodes = planner.nodes(2)
-        plain += nodes == 0
-        gain = [0.6 / i for i in range(1, nodes + 1)] or None
-        planner.observe(
-            2, gain, round(2 * sum(gain or [])), 2 * nodes, 2 * (curve(2 + 2 * nodes) + 0.001 * (nodes > 0))
-        )
-    assert plain <= 10  # only the comparisons
+        most = planner.nodes(running)
+        gain = [0.6 / (1 + i // running) for i in range(most)] or None
+        nodes = planner.cut(running, gain) if gain else 0
+        planner.observe(running, gain, round(sum((gain or [])[:nodes])), nodes, seconds(nodes))
+        sizes.append(nodes)
+    return sizes
+
+
+def test_a_round_that_knows_much_verifies_much() -> None:
+    """After the same past, the sure round gets many nodes and the unsure one none."""
+    planner = plan(CPU)
+    Simulation(planner, CPU).run(GOOD, [2] * 100)
+    most = planner.nodes(2)
+    sure = planner.cut(2, [0.9 * 0.97**i for i in range(most)])
+    unsure = planner.cut(2, [0.06 * 0.97**i for i in range(most)])
+    assert sure > 8 and unsure == 0

@@ -62,17 +62,17 @@ def test_capacity_is_the_knee_of_the_cost_per_row() -> None:
     assert 200 <= memory_bound.capacity() <= 256
     mixed = LatencyCurve(grid, tuple(0.01 + 0.001 * n for n in grid))
     assert mixed.capacity() in (50, 51)  # from where 0.01 / n is within 0.2 of 0.001
-    assert LatencyCurve(grid[:6], mixed.seconds[:6]).capacity() in (50, 51)  # whether it was measured so far or not
+    assert LatencyCurve(grid[:13], mixed.seconds[:13]).capacity() in (50, 51)  # whether it was measured so far or not
     assert mixed.capacity(tolerance=1.0) in (10, 11)
-    assert LatencyCurve(grid[:6], (0.01,) * 6).capacity() == 8 * 17  # rows seem free, but that was not looked at
+    assert LatencyCurve(grid[:12], (0.01,) * 12).capacity() == 8 * 16  # rows seem free, but that was not looked at
     assert LatencyCurve(grid, tuple(0.001 * n for n in grid)).capacity() == 1
     assert LatencyCurve((1,), (0.1,)).capacity() == 1
 
 
-def test_the_grid_doubles_and_ends_where_asked() -> None:
-    assert row_grid(100) == [1, 2, 3, 5, 9, 17, 33, 65, 100]
-    assert row_grid(17) == [1, 2, 3, 5, 9, 17]
-    assert row_grid(1) == [1]
+def test_the_grid_is_fine_where_it_counts_and_ends_where_asked() -> None:
+    assert row_grid(100) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64, 96, 100]
+    assert row_grid(17) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 17]
+    assert row_grid(2) == [1, 2] and row_grid(1) == [1]
 
 
 def test_measures_medians_in_interleaved_order() -> None:

@@ -177,7 +177,7 @@ def test_scale_and_soft_cap_of_the_model_are_applied() -> None:
 def test_observe_teaches_the_calibrator(model: LlamaForCausalLM) -> None:
     proposer = HeadsProposer(moved(FutureHeads.for_model(model)), model)
     draft = proposer.propose(features(model))
-    tree = grow(draft, torch.zeros(3, dtype=torch.int64), 2).tree
+    tree = grow(draft, torch.zeros(3, dtype=torch.int64), 2)
     missed_N = torch.full_like(tree.token_N, -1)
     zeros_N = torch.zeros(tree.token_N.numel())
     before = proposer.calibrator.coverage_K.clone()

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specroll.tree import Grown, ancestors, grow, roots
-from specroll.types import Draft
+from specroll.tree import ancestors, grow, rank, roots
+from specroll.types import Draft, Tree
 
 
 def make_draft(hit_SKC: torch.Tensor, vocab_size: int = 1000, seed: int = 0) -> Draft:
@@ -37,13 +37,13 @@ def heap_scores(hit_KC: list[list[float]], nodes: int) -> list[float]:
     return scores
 
 
-def assert_well_formed(grown: Grown, draft: Draft, root_S: torch.Tensor) -> None:
-    tree, sequences = grown.tree, root_S.numel()
-    rows = sequences * tree.size
-    row_N = torch.arange(rows)
+def assert_well_formed(tree: Tree, draft: Draft, root_S: torch.Tensor) -> None:
+    row_N = torch.arange(tree.token_N.numel())
     is_root_N = tree.slot_N == 0
-    assert torch.equal(tree.sequence_N, row_N // tree.size)
-    assert torch.equal(tree.slot_N, row_N % tree.size)
+    count_S = torch.bincount(tree.sequence_N, minlength=root_S.numel())
+    assert torch.equal(tree.sequence_N, torch.arange(root_S.numel()).repeat_interleave(count_S))
+    assert tree.slot_N.tolist() == [slot for count in count_S.tolist() for slot in range(count)]
+    assert tree.size == int(count_S.max())
     assert torch.equal(tree.token_N[is_root_N], root_S)
     assert torch.equal(tree.parent_N[is_root_N], row_N[is_root_N])
     assert torch.equal(tree.depth_N == 0, is_root_N)
@@ -60,9 +60,8 @@ def assert_well_formed(grown: Grown, draft: Draft, root_S: torch.Tensor) -> None
     assert torch.equal(draft.token_SKC[cell], tree.token_N[child_N])
 
 
-def row_scores(grown: Grown, draft: Draft) -> torch.Tensor:
-    """Each node's path probability, recomputed along its parents."""
-    tree = grown.tree
+def row_scores(tree: Tree, draft: Draft) -> torch.Tensor:
+    """Each node's path probability, recomputed along its parents, without the roots'."""
     hit_SKC = draft.hit_SKC.double().nan_to_num(nan=0.0).clamp(1e-6, 1 - 1e-4)
     scores: list[float] = []
     for row in range(tree.token_N.numel()):
@@ -72,7 +71,7 @@ def row_scores(grown: Grown, draft: Draft) -> torch.Tensor:
             continue
         hit = float(hit_SKC[int(tree.sequence_N[row]), depth - 1, int(tree.rank_N[row])])
         scores.append(scores[int(tree.parent_N[row])] * hit)
-    return torch.tensor(scores).view(-1, tree.size)[:, 1:]
+    return torch.tensor(scores)[tree.slot_N > 0]
 
 
 # Few distinct values, so that ties, certainties, impossibilities and nonsense all meet in one lattice.
@@ -86,28 +85,44 @@ def lattices(draw: st.DrawFn) -> torch.Tensor:
     return torch.tensor(values).view(shape)
 
 
-@settings(max_examples=100, deadline=None)
-@given(hit_SKC=lattices(), nodes=st.integers(0, 20))
-def test_keeps_what_a_heap_would_keep(hit_SKC: torch.Tensor, nodes: int) -> None:
+def check_against_heaps(hit_SKC: torch.Tensor, nodes: int, most: int) -> None:
+    """Each sequence's own tree, and the best nodes of all sequences together, against one heap per sequence."""
     draft = make_draft(hit_SKC)
     root_S = torch.arange(hit_SKC.shape[0]) + 5
-    grown = grow(draft, root_S, nodes)
-    assert_well_formed(grown, draft, root_S)
-    expected = torch.tensor([heap_scores(hit_KC, nodes) for hit_KC in hit_SKC.tolist()])
-    assert grown.gain_SN.shape == expected.shape == (root_S.numel(), grown.tree.size - 1)
-    torch.testing.assert_close(grown.gain_SN, expected.float(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(row_scores(grown, draft).float(), grown.gain_SN, rtol=1e-5, atol=0)
+    tree = grow(draft, root_S, nodes)
+    assert_well_formed(tree, draft, root_S)
+    heaps = [heap_scores(hit_KC, nodes) for hit_KC in hit_SKC.tolist()]
+    expected = torch.tensor(heaps).flatten()
+    torch.testing.assert_close(row_scores(tree, draft), expected, rtol=1e-5, atol=0)
+    ranked = rank(draft, root_S, most, nodes)
+    together = expected.double().sort(descending=True).values[:most]
+    torch.testing.assert_close(torch.tensor(ranked.gain, dtype=torch.float64), together, rtol=1e-5, atol=0)
+    for planted in {0, 1, len(ranked.gain) // 2, len(ranked.gain)}:
+        tree = ranked.plant(min(planted, len(ranked.gain)))
+        assert_well_formed(tree, draft, root_S)
+        scores = row_scores(tree, draft).double().sort(descending=True).values
+        torch.testing.assert_close(scores, together[: len(scores)], rtol=1e-5, atol=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(hit_SKC=lattices(), nodes=st.integers(0, 20), most=st.integers(0, 40))
+def test_keeps_what_a_heap_would_keep(hit_SKC: torch.Tensor, nodes: int, most: int) -> None:
+    check_against_heaps(hit_SKC, nodes, most)
 
 
 @pytest.mark.parametrize("nodes", [1, 8, 64])
 def test_a_wide_lattice_keeps_what_a_heap_would_keep(nodes: int) -> None:
     hit_SKC = torch.rand(4, 6, 32, generator=torch.Generator().manual_seed(nodes)) ** 3
-    draft = make_draft(hit_SKC)
-    root_S = torch.zeros(4, dtype=torch.int64)
-    grown = grow(draft, root_S, nodes)
-    assert_well_formed(grown, draft, root_S)
-    expected = torch.tensor([heap_scores(hit_KC, nodes) for hit_KC in hit_SKC.tolist()])
-    torch.testing.assert_close(grown.gain_SN, expected, rtol=1e-5, atol=0)
+    check_against_heaps(hit_SKC, nodes, 2 * nodes)
+
+
+def test_the_budget_goes_where_it_is_worth_most() -> None:
+    """A sequence that knows much gets nodes that one which knows nothing does not."""
+    hit_SKC = torch.tensor([[[0.9, 0.05], [0.8, 0.05]], [[0.1, 0.05], [0.1, 0.05]]])
+    ranked = rank(make_draft(hit_SKC), torch.tensor([1, 2]), most=3, each=3)
+    assert ranked.sequence == [0, 0, 1]
+    assert torch.bincount(ranked.plant(2).sequence_N).tolist() == [3, 1]
+    assert rank(make_draft(hit_SKC), torch.tensor([1, 2]), most=2, each=1).sequence == [0, 1]
 
 
 def test_certain_candidates_do_not_tear_a_path() -> None:
@@ -119,34 +134,31 @@ def test_certain_candidates_do_not_tear_a_path() -> None:
 
 
 def test_a_small_lattice_gives_a_smaller_tree() -> None:
-    grown = grow(make_draft(torch.full((2, 2, 2), 0.3)), torch.tensor([1, 2]), nodes=50)
-    assert grown.tree.size == 1 + 2 + 4
-    assert grown.gain_SN.shape == (2, 6)
+    assert grow(make_draft(torch.full((2, 2, 2), 0.3)), torch.tensor([1, 2]), nodes=50).size == 1 + 2 + 4
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 4), (3, 0, 4), (3, 2, 0)])
 def test_without_nodes_only_roots_are_left(shape: tuple[int, int, int]) -> None:
     root_S = torch.tensor([7, 8, 9])
     draft = make_draft(torch.full(shape, 0.5))
-    grown = grow(draft, root_S, nodes=0 if 0 not in shape else 4)
-    assert grown.gain_SN.shape == (3, 0)
+    tree = grow(draft, root_S, nodes=0 if 0 not in shape else 4)
     for name in ("token_N", "parent_N", "depth_N", "sequence_N", "slot_N", "rank_N", "size", "max_depth"):
-        expected, found = getattr(roots(root_S), name), getattr(grown.tree, name)
+        expected, found = getattr(roots(root_S), name), getattr(tree, name)
         assert torch.equal(expected, found) if isinstance(expected, torch.Tensor) else expected == found
-    assert torch.equal(ancestors(grown.tree), torch.ones(3, 1, 1, dtype=torch.bool))
+    assert torch.equal(ancestors(tree), torch.ones(3, 1, dtype=torch.bool))
 
 
 def test_a_negative_budget_is_refused() -> None:
-    with pytest.raises(ValueError, match="nodes must be >= 0"):
+    with pytest.raises(ValueError, match="budgets must be >= 0"):
         grow(make_draft(torch.full((1, 1, 1), 0.5)), torch.tensor([0]), nodes=-1)
 
 
 def test_a_huge_budget_stays_a_tree_and_small() -> None:
     draft = make_draft(torch.rand(1, 16, 64, generator=torch.Generator().manual_seed(0)))
     root_S = torch.tensor([0])
-    grown = grow(draft, root_S, nodes=256)
-    assert grown.tree.size == 257
-    assert_well_formed(grown, draft, root_S)
+    tree = grow(draft, root_S, nodes=256)
+    assert tree.size == 257
+    assert_well_formed(tree, draft, root_S)
 
 
 def test_growing_is_cheap_beside_a_forward_pass() -> None:

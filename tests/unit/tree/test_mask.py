@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specroll.tree import ancestors, grow
+from specroll.tree import ancestors, grow, rank
 from specroll.types import Draft, Tree
 
 
 def slow_ancestors(tree: Tree) -> torch.Tensor:
-    sequences = tree.token_N.numel() // tree.size
-    mask = torch.zeros(sequences, tree.size, tree.size, dtype=torch.bool)
+    mask = torch.zeros(tree.token_N.numel(), tree.size, dtype=torch.bool)
     for row in range(tree.token_N.numel()):
         at = row
         while True:
-            mask[row // tree.size, row % tree.size, at % tree.size] = True
+            mask[row, tree.slot_N[at]] = True
             parent = int(tree.parent_N[at])
             if parent == at:
                 break
@@ -28,9 +27,10 @@ def test_mask_holds_each_row_and_its_ancestors(horizons: int) -> None:
     generator = torch.Generator().manual_seed(horizons)
     hit_SKC = 0.5 + 0.5 * torch.rand(3, horizons, 4, generator=generator)  # high hits make deep trees
     token_SKC = torch.arange(4).expand(3, horizons, 4)
-    tree = grow(Draft(token_SKC, hit_SKC.log(), hit_SKC), torch.zeros(3, dtype=torch.int64), nodes=13).tree
-    assert int(tree.depth_N.max()) >= min(horizons, 3)
-    assert torch.equal(ancestors(tree), slow_ancestors(tree))
+    draft, root_S = Draft(token_SKC, hit_SKC.log(), hit_SKC), torch.zeros(3, dtype=torch.int64)
+    for tree in (grow(draft, root_S, nodes=13), rank(draft, root_S, most=30, each=13).plant(20)):
+        assert int(tree.depth_N.max()) >= min(horizons, 3)
+        assert torch.equal(ancestors(tree), slow_ancestors(tree))
 
 
 def test_a_chain_sees_everything_behind_it() -> None:
@@ -39,4 +39,4 @@ def test_a_chain_sees_everything_behind_it() -> None:
         token_N=depth_N, parent_N=(depth_N - 1).clamp(min=0), depth_N=depth_N, sequence_N=torch.zeros_like(depth_N),
         slot_N=depth_N, rank_N=torch.zeros_like(depth_N), size=7, max_depth=6,
     )  # fmt: skip
-    assert torch.equal(ancestors(tree)[0], torch.ones(7, 7, dtype=torch.bool).tril())
+    assert torch.equal(ancestors(tree), torch.ones(7, 7, dtype=torch.bool).tril())
