@@ -33,13 +33,28 @@ FLOOR = -60.0
 class HitCalibrator:
     """coverage_K and beta_K with their evidence, float32 tensors on `device`."""
 
-    def __init__(self, horizons: int, *, trained: bool = True, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        horizons: int,
+        *,
+        trained: bool = True,
+        device: torch.device | str = "cpu",
+        measured_2K: Tensor | None = None,
+    ) -> None:
+        """`measured_2K`: another calibrator's `estimate_2K` to start from, instead of a prior for all heads alike."""
         prior = PRIOR_COVERAGE if trained else PRIOR_COVERAGE_UNTRAINED
         coverage_K = torch.tensor([prior[min(k, len(prior) - 1)] for k in range(horizons)], device=device)
         self.beta_K = torch.full((horizons,), PRIOR_BETA, device=device)
+        if measured_2K is not None:
+            coverage_K, self.beta_K = measured_2K.to(device, torch.float32).unbind(0)
         self.information_K = torch.full((horizons,), PRIOR_WEIGHT, device=device)
         self.tried_K = torch.full((horizons,), PRIOR_WEIGHT, device=device)
         self.covered_K = coverage_K * PRIOR_WEIGHT
+
+    @property
+    def estimate_2K(self) -> Tensor:
+        """Coverage and beta, without their evidence."""
+        return torch.stack((self.coverage_K, self.beta_K))
 
     @property
     def coverage_K(self) -> Tensor:

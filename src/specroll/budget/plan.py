@@ -147,8 +147,8 @@ class Planner:
         self._rate = None
         if not self._speculating:
             return self._probe(running)
-        if self._price(running).due:
-            return 0
+        if self._price(running).due and self._last is not None and self._last[:2] == (running, True):
+            return 0  # to be compared with the round before
         self._rate = speed * running / self._plain_seconds(running)
         return most
 

@@ -10,12 +10,13 @@ import json
 import logging
 import math
 import os
-import tempfile
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from specroll.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def row_grid(max_rows: int) -> list[int]:
     return sorted({rows for rows in few | many if rows <= max_rows} | {max_rows})
 
 
-def measure(forward: Callable[[int], None], rows: Sequence[int], repeats: int = 4) -> LatencyCurve:
+def measure(forward: Callable[[int], None], rows: Sequence[int], repeats: int = 6) -> LatencyCurve:
     """Time `forward(n)` for every n of `rows`, which must return only when the device is done.
 
     The repeats are interleaved, so that a slow moment of the machine touches all points alike; each point is the least
@@ -150,17 +151,9 @@ def _load(path: Path, key: CurveKey) -> LatencyCurve | None:
 
 
 def _store(path: Path, key: CurveKey, curve: LatencyCurve) -> None:
-    """Written beside and renamed, so that a reader or an interruption never meets half a file."""
     record = {"key": asdict(key), "rows": curve.rows, "seconds": curve.seconds}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".json")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(record, file)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_atomic(path, json.dumps(record).encode())
     except OSError as error:
         logger.warning("the latency curve cannot be cached at %s (%s): it is measured again next time", path, error)

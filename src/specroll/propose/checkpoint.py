@@ -13,8 +13,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from specroll.files import write_atomic
 from specroll.propose.heads import FutureHeads
-from specroll.propose.store import write_atomic
 
 Identity = dict[str, int | float | str]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save
 
-from specroll.propose.store import write_atomic
+from specroll.files import write_atomic
 from specroll.types import Request, Trajectory
 
 SampleFunction = Callable[[Sequence[Request]], list[Trajectory]]

@@ -106,6 +106,8 @@ def fit(
     note = fitting.run(judge, checkpoint, on_progress)
     fitting.keep_best()
     best = fitting.progress
+    accepted_after = judge.acceptance(heads, nodes, ranking=ranking)
+    heads.calibration_2K = judge.calibration_2K
     _, inside_P = slots(judge.samples.token_P, None if heads.vocabulary_V is None else heads.vocabulary_V.cpu())
     return FitReport(
         updates=best.update,
@@ -116,7 +118,7 @@ def fit(
         kl_before_K=best.first_kl_K.tolist(),
         kl_after_K=best.best_kl_K.tolist(),
         accepted_before=accepted_before,
-        accepted_after=judge.acceptance(heads, nodes, ranking=ranking),
+        accepted_after=accepted_after,
         kept_update_K=best.best_update_K.tolist(),
         seconds=time.monotonic() - began,
         note=note or _regress_note(best),

@@ -40,6 +40,8 @@ class FutureHeads(nn.Module):
     """
 
     vocabulary_V: Tensor | None
+    calibration_2K: Tensor | None
+    """How often and how surely each horizon hit on held-out responses (`HitCalibrator.estimate_2K`), once fitted."""
 
     def __init__(self, hidden_size: int, vocab_size: int, config: HeadsConfig | None = None, *, seed: int = 0) -> None:
         super().__init__()
@@ -59,6 +61,7 @@ class FutureHeads(nn.Module):
         self.first_KFI = nn.Parameter(first_KFI)
         self.second_KHF = nn.Parameter(torch.zeros(config.horizons, hidden_size, width))
         self.register_buffer("vocabulary_V", None)
+        self.register_buffer("calibration_2K", None)
 
     @classmethod
     def for_model(
@@ -155,7 +158,7 @@ class HeadsProposer:
         self.heads, self.model, self.ranking, self.candidates = heads, model, ranking, candidates
         self.horizons = heads.horizons
         self.version = 0
-        self.calibrator = HitCalibrator(self.horizons, trained=heads.trained, device=heads.first_KFI.device)
+        self.calibrator = self._fresh_calibrator()
         self._readout = Readout.of(model, heads.vocabulary_V)
         self._products: _Products | None = None
 
@@ -164,7 +167,16 @@ class HeadsProposer:
         self._readout = Readout.of(self.model, self.heads.vocabulary_V)
         self._products = None
         self.version += 1
-        self.calibrator.forget()
+        if self.heads.calibration_2K is None:
+            self.calibrator.forget()
+        else:
+            self.calibrator = self._fresh_calibrator()
+
+    def _fresh_calibrator(self) -> HitCalibrator:
+        heads = self.heads
+        return HitCalibrator(
+            self.horizons, trained=heads.trained, device=heads.first_KFI.device, measured_2K=heads.calibration_2K
+        )
 
     @torch.no_grad()
     def propose(self, features: Features) -> Draft:

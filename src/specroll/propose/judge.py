@@ -37,6 +37,8 @@ class Judge:
         self.model = model
         self.samples = Samples.of(trajectories)
         self.start_P = _spread(self.samples.starts(), ROUNDS)
+        self.calibration_2K: Tensor | None = None
+        """`HitCalibrator.estimate_2K` of the heads whose acceptance was asked for last."""
 
     @torch.no_grad()
     def kl(self, heads: FutureHeads) -> Tensor:
@@ -81,6 +83,7 @@ class Judge:
                 verdict = walk(tree, Draws(token_N, zeros_N, zeros_N, zeros_N))
                 calibrator.observe(draft, tree, verdict)
                 accepted += counting * (int(verdict.accepted_N.sum()) - position_B.numel())
+        self.calibration_2K = calibrator.estimate_2K
         return accepted / self.start_P.numel()
 
     def _drafts(self, heads: FutureHeads, ranking: str, candidates: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specroll.config import HeadsConfig
+from specroll.files import write_atomic
 from specroll.propose.heads import FutureHeads
 from specroll.propose.readout import input_layer, output_layer
 
@@ -123,24 +123,12 @@ def load_heads(folder: str | Path, model: PreTrainedModel) -> FutureHeads:
     heads = FutureHeads(present.hidden_size, present.vocab_size, config).to(model.device)
     state = _read_weights(weights, digest)
     heads.use_vocabulary(state.get("vocabulary_V"))
+    heads.calibration_2K = state.get("calibration_2K")
     try:
         heads.load_state_dict(state)
     except RuntimeError as error:
         raise HeadsFileError(f"{weights} does not hold what {MANIFEST} says: {error}; {_REFIT}") from error
     return heads
-
-
-def write_atomic(path: Path, payload: bytes) -> None:
-    """Write beside the target and rename: readers see the old file or the whole new one."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 _REFIT = "copy the folder again, or fit heads anew: specroll heads fit"

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specroll.files import write_atomic
+
 Record = dict[str, Any]
 
 
@@ -140,9 +142,7 @@ def _mend(path: Path) -> None:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
-    draft.replace(path)
+    write_atomic(path, (to_json(value, indent=2) + "\n").encode())
 
 
 def _read_json(path: Path) -> Record:

@@ -45,6 +45,9 @@ def test_the_truth_is_recovered_and_predictions_come_true() -> None:
     world.teach(calibrator, rounds=250)
     torch.testing.assert_close(calibrator.coverage_K, COVERAGE, rtol=0, atol=0.06)
     torch.testing.assert_close(calibrator.beta_K, BETA, rtol=0.25, atol=0.0)
+    again = HitCalibrator(3, measured_2K=calibrator.estimate_2K)
+    some = world.scores(12).view(4, 3, -1)
+    torch.testing.assert_close(again.hit(some), calibrator.hit(some))
     # Reliability: among candidates predicted to hit with probability near p, a share of p does.
     rows, horizons = 30_000, 3
     score_NKC = world.scores(rows * horizons).view(rows, horizons, -1)

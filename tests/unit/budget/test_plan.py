@@ -224,6 +224,16 @@ def test_the_rounds_own_times_correct_the_curve() -> None:
     assert sizes[0] > 0 and sum(n > 0 for n in sizes[50:]) <= 6
 
 
+def test_a_comparison_that_falls_due_when_a_sequence_ends_does_not_end_speculation() -> None:
+    """A comparison needs a speculative round of equal S before the plain one: after a change of S there is none."""
+    curve = LatencyCurve((1, 129), (0.05, 0.10))
+    for rounds in range(1, 12):
+        planner = Planner(BudgetConfig(max_nodes=8), curve, 0.001)
+        for running, length in ((3, rounds), (2, 60)):
+            sizes = timed_rounds(planner, running, lambda n, s=running: curve(s + n) + 0.001 * (n > 0), length)
+        assert sizes.count(0) <= 6
+
+
 def test_a_slower_machine_changes_nothing() -> None:
     """Both kinds of rounds twice as slow as the curve says: speculation pays as before."""
     curve = LatencyCurve((1, 129), (0.05, 0.10))
@@ -232,10 +242,10 @@ def test_a_slower_machine_changes_nothing() -> None:
     assert sizes.count(0) <= 10  # only the comparisons
 
 
-def timed_rounds(planner: Planner, running: int, seconds: Callable[[int], float]) -> list[int]:
-    """Nodes of 200 rounds of good heads that take so many seconds."""
+def timed_rounds(planner: Planner, running: int, seconds: Callable[[int], float], rounds: int = 200) -> list[int]:
+    """Nodes of rounds of good heads that take so many seconds."""
     sizes = []
-    for _ in range(200):
+    for _ in range(rounds):
         most = planner.nodes(running)
         gain = [0.6 / (1 + i // running) for i in range(most)] or None
         nodes = planner.cut(running, gain) if gain else 0

@@ -132,7 +132,7 @@ def test_an_interrupted_write_leaves_the_old_file(cache: Path, monkeypatch: pyte
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("specroll.budget.surface.os.replace", interrupt)
+    monkeypatch.setattr("specroll.files.Path.replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
         load_or_measure(KEY, lambda: CURVE)
     assert [p.read_text() for p in cache.iterdir()] == ["damaged"]

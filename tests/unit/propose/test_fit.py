@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import specroll.propose.fit as fit_module
 from specroll.config import HeadsConfig
 from specroll.propose.fit import FitProgress, FitReport, fit
-from specroll.propose.heads import FutureHeads
+from specroll.propose.heads import FutureHeads, HeadsProposer
 from specroll.propose.judge import Judge
 from specroll.propose.samples import Samples
 from specroll.types import Trajectory
@@ -74,6 +74,11 @@ def test_root_conditioning_learns_what_the_root_decides(model: LlamaForCausalLM)
     assert seen.accepted_after[4] > seen.accepted_after[1] + 0.3
     assert seen.note is None and seen.updates == 60 and min(seen.kept_update_K) > 0
     assert seen.held_out_trajectories == 4 and seen.draft_coverage == 1.0 and seen.draft_vocabulary == 14
+    # A rollout starts from what was measured: one node of the law's mode is promised the 0.8 that it will bring.
+    assert seeing.calibration_2K is not None
+    proposed = HeadsProposer(seeing, model, ranking="probability")
+    torch.testing.assert_close(proposed.calibrator.coverage_K, seeing.calibration_2K[0])
+    assert float(seeing.calibration_2K[0, 0]) > 0.6
     # The report is of the weights that are left in the heads.
     judge = Judge(model, [t for i, t in enumerate(world()) if i in _held_out()])
     torch.testing.assert_close(judge.kl(seeing), torch.tensor(seen.kl_after_K, dtype=torch.float64), rtol=0, atol=1e-6)

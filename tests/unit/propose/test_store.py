@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specroll.config import HeadsConfig
+from specroll.files import write_atomic
 from specroll.propose.heads import FutureHeads
 from specroll.propose.store import (
     MANIFEST,
@@ -15,7 +16,6 @@ from specroll.propose.store import (
     HeadsMismatchError,
     load_heads,
     save_heads,
-    write_atomic,
 )
 
 
@@ -49,6 +49,7 @@ def test_what_is_loaded_is_what_was_saved(
     heads = FutureHeads.for_model(model, config, vocabulary=vocabulary, seed=4)
     with torch.no_grad():
         heads.second_KHF.normal_()
+    heads.calibration_2K = torch.tensor([[0.7, 0.5], [0.9, 1.1]])
     loaded = load_heads(save_heads(heads, tmp_path, model), model)
     assert loaded.config == config
     saved, back = heads.state_dict(), loaded.state_dict()
