@@ -59,7 +59,7 @@ def _rollout_table(name: str) -> str:
         )
     memory = results.get("peak_memory_ratio")
     if memory:
-        lines += ["", f"Peak memory, heads not counted, over the plain loop's: {memory['ratio']:.2f}."]
+        lines += ["", f"Peak memory, heads not counted, over the plain loop's: {memory:.2f}."]
     return "\n".join([*lines, "", f"`{results['command']}`, {_machine(results['machine'])}."])
 
 

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hf": _TOP,
     "train": _TOP | {"report"},
     "bench": _TOP | {"report", "train"},
-    "cli": _TOP | {"report", "train", "bench", "check", "hf"},
+    "cli": _TOP | {"report", "train", "bench", "check", "hf", "files"},
 }
 # Packages that cost seconds to import or that not every user has: the rooms that may know them.
 ONLY_IN: dict[str, set[str]] = {

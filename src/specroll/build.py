@@ -26,7 +26,7 @@ _MOST_SAMPLES = 1 << 20
 
 
 def build_engine(
-    model: str | PreTrainedModel | None = None,
+    model: str | Path | PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     heads: str | Path | FutureHeads | None = None,
@@ -48,8 +48,8 @@ def build_engine(
 
     Raises ValueError for a model that cannot be loaded or run exactly, and for heads of another model.
     """
-    if model is None or isinstance(model, str):
-        model, loaded = load_model(model, dtype=dtype)
+    if model is None or isinstance(model, str | Path):
+        model, loaded = load_model(None if model is None else str(model), dtype=dtype)
         tokenizer = tokenizer or loaded
     engine = Engine(
         model,
@@ -88,8 +88,28 @@ def make_requests(
 
 
 def encode(tokenizer: Any, prompts: Sequence[str | Sequence[Message]], *, chat: bool = True) -> list[tuple[int, ...]]:
-    """Token ids of prompts, as `make_requests` reads them."""
-    return [_encode(tokenizer, prompt, chat) for prompt in prompts]
+    """Token ids of prompts, as `make_requests` reads them. Raises ValueError for what is no text and no messages."""
+    if isinstance(prompts, str):
+        raise ValueError("prompts is one text: give a list, [text]")
+    return [_encode(tokenizer, _checked(prompt, number), chat) for number, prompt in enumerate(prompts, 1)]
+
+
+def _checked(prompt: Any, number: int) -> Any:
+    """The prompt, if it is a text or messages that a tokenizer can read."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"prompt {number} is {prompt!r}: give a text or a list of chat messages")
+    for message in messages:
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if not (isinstance(role, str) and isinstance(content, str)):
+            raise ValueError(f'prompt {number} holds {message!r}: a message is {{"role": text, "content": text}}')
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"prompt {number} is not valid UTF-8 ({error.reason}, character {error.start + 1}): save it as UTF-8"
+            ) from error
+    return prompt
 
 
 def _encode(tokenizer: Any, prompt: str | Sequence[Message], chat: bool) -> tuple[int, ...]:

@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 
+def _at_least(least: int, **values: int | None) -> None:
+    """Raise ValueError for a setting below `least`, or for one that is no whole number; None is left to its default."""
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How many sequences run at once, and how long they may get."""
@@ -15,6 +22,9 @@ class EngineConfig:
     """Slots: sequences that are decoded together. The rest wait and take a slot as soon as one is free."""
     prefill_tokens: int = 2048
     """Most prompt tokens that one prefill pass packs."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, max_running=self.max_running, prefill_tokens=self.prefill_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +47,9 @@ class BudgetConfig:
     """Verify exactly so many nodes per sequence in every round, whether it pays or not (for measurements)."""
     ranking: Literal["noise", "probability"] = "noise"
     """Rank candidates by log q + g, with the noise g that the target will use, or by q alone."""
+
+    def __post_init__(self) -> None:
+        _at_least(0, max_nodes=self.max_nodes, fixed_nodes=self.fixed_nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +98,31 @@ class TrainConfig:
     """Evaluate before and after, measure the speed with and without speculation, and end with a table."""
 
     def __post_init__(self) -> None:
-        for name in ("num_generations", "prompts_per_step", "max_completion", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        _at_least(
+            1,
+            num_generations=self.num_generations,
+            prompts_per_step=self.prompts_per_step,
+            max_completion=self.max_completion,
+            save_every=self.save_every,
+            steps=self.steps,
+            micro_batch=self.micro_batch,
+        )
+        _at_least(0, lora_rank=self.lora_rank, max_nodes=self.max_nodes, seed=self.seed)
         if self.num_generations < 2:
             raise ValueError("num_generations must be at least 2: GRPO compares the responses of a group")
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
-        if self.lora_rank < 0:
-            raise ValueError(f"lora_rank must be >= 0 (0 trains all weights), got {self.lora_rank}")
-        if self.max_nodes < 0:
-            raise ValueError(f"max_nodes must be >= 0 (0 is plain decoding), got {self.max_nodes}")
+        if self.seed >= 1 << 32:
+            raise ValueError(f"seed must be below 2**32, got {self.seed}")
+        if not 0 < self.learning_rate < float("inf"):
+            raise ValueError(f"learning_rate must be > 0 and finite, got {self.learning_rate}")
+        if not 0 <= self.beta < float("inf"):
+            raise ValueError(f"beta must be >= 0 (0 leaves the divergence out), got {self.beta}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1] (1 is off), got {self.top_p}")
+        if self.demo and self.task.endswith((".jsonl", ".jsonl.gz")):
+            raise ValueError("demo evaluates on held-out questions, and a file of one's own has none: leave --demo out")
         if not 0 < self.temperature < float("inf"):
             raise ValueError(f"temperature must be > 0 to train (all responses would be equal), got {self.temperature}")
-        if self.micro_batch is not None and (self.micro_batch < 1 or self.responses % self.micro_batch):
+        if self.micro_batch is not None and self.responses % self.micro_batch:
             raise ValueError(
                 f"micro_batch must divide the {self.responses} responses of a step "
                 f"({self.prompts_per_step} prompts x {self.num_generations}), got {self.micro_batch}"

@@ -35,8 +35,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be finite and >= 0 (0 = greedy), got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be >= 0 (0 = off), got {self.top_k}")
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"top_k must be a whole number >= 0 (0 = off), got {self.top_k}")
+        if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 64:
+            raise ValueError(f"seed must be a whole number of 64 bits, got {self.seed}; take it modulo 2**64")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1] (1 = off), got {self.top_p}")
         if not 0.0 <= self.min_p <= 1.0:

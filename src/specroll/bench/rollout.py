@@ -47,8 +47,6 @@ def running_cell(running: int, tokens: int) -> Cell:
 def batch_cell(name: str, tokens: int) -> Cell:
     """ "8x8" is 8 prompts x 8 responses."""
     prompts, _, group = name.partition("x")
-    if not (prompts.isdigit() and group.isdigit() and int(prompts) and int(group)):
-        raise ValueError(f"a batch is PROMPTSxRESPONSES, such as 8x8; got {name!r}")
     return Cell(name, int(prompts), int(group), tokens, ends=True)
 
 

@@ -30,7 +30,7 @@ def show_summary(results: dict[str, Any]) -> None:
         table.add_row(name, *ratios, f"{per_round:.2f}" if per_round else "-")
     Console().print(table)
     if memory := results.get("peak_memory_ratio"):
-        print(f"Peak memory over the plain loop's, heads not counted: {memory['ratio']:.2f}")
+        print(f"Peak memory over the plain loop's, heads not counted: {memory:.2f}")
 
 
 def _spread(ratio: dict[str, float] | None) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specroll.cli.common import ModelOptions, SamplingOptions, check_at_least, quiet_loading
+from specroll.cli.common import ModelOptions, SamplingOptions, check_at_least, quiet_loading, refuse_existing
 
 if TYPE_CHECKING:
     from specroll.check import CheckReport, Comparison, Difference
@@ -43,6 +43,7 @@ class Options(ModelOptions, SamplingOptions):
     """Write the result here (keys: docs/commands.md)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least(1, samples=self.samples, max_new_tokens=self.max_new_tokens, nodes=self.nodes)
 
 
@@ -53,6 +54,7 @@ def main(options: Options) -> int:
     from specroll.check import check
     from specroll.cli.progress import Progress
 
+    refuse_existing(options.json, "result")
     sampling = options.sampling()
     group = min(_GROUP, options.samples)
     prompts = _prompts(options, -(-options.samples // group))

@@ -41,6 +41,9 @@ class SamplingOptions:
     seed: int = 0
     """Equal seeds give equal samples, with and without speculation."""
 
+    def __post_init__(self) -> None:
+        self.sampling()  # tells of a value out of range
+
     def sampling(self) -> SamplingParams:
         from specroll.types import SamplingParams
 
@@ -58,12 +61,16 @@ def check_at_least(least: int, **values: int | None) -> None:
 
 def refuse_existing(path: Path | None, what: str) -> None:
     """Raise FileExistsError rather than overwrite a file that holds something, OSError where none can be written."""
-    if path is None:
-        return
-    if path.exists() and path.stat().st_size:
+    if path is not None and path.exists() and path.stat().st_size:
         raise FileExistsError(f"{path} exists already; name another file for the {what}, or move this one away")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
+    check_writable(path)
+
+
+def check_writable(path: Path | None) -> None:
+    """Make the folder and the file, before hours go into what is to be written there. Raises OSError."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
 
 
 def summary_line(rollout: Rollout) -> str:

@@ -51,6 +51,7 @@ class Options(ModelOptions, SamplingOptions):
     """Append each sample to this file as soon as it ends (keys: docs/commands.md)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least(1, samples=self.samples, max_new_tokens=self.max_new_tokens, max_running=self.max_running)
         check_at_least(0, max_nodes=self.max_nodes)
 

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specroll.cli.common import ModelOptions, SamplingOptions, check_at_least, quiet_loading
+from specroll.cli.common import ModelOptions, SamplingOptions, check_at_least, check_writable, quiet_loading
 from specroll.config import HeadsConfig
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Options(ModelOptions, SamplingOptions):
     """Also write the report here (keys: docs/commands.md)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least(
             1,
             rollouts=self.rollouts,
@@ -65,8 +66,11 @@ class Options(ModelOptions, SamplingOptions):
 
 
 def main(options: Options) -> int:
+    if options.output.is_file():
+        raise NotADirectoryError(f"{options.output} is a file; name a folder for the heads")
     if (options.output / "heads.json").exists():
         raise FileExistsError(f"{options.output} holds finished heads; name another folder, or move this one away")
+    check_writable(options.json)
     from specroll.build import build_engine
     from specroll.cli.progress import Progress
     from specroll.propose.fit import fit
@@ -111,7 +115,6 @@ def main(options: Options) -> int:
         **asdict(report),
     }
     for path in {options.output / "report.json", options.json} - {None}:
-        path.parent.mkdir(parents=True, exist_ok=True)  # type: ignore[union-attr]
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")  # type: ignore[union-attr]
     shutil.rmtree(work)
     print(f"Tokens per round with {MEASURED_NODES} nodes, held-out prompts: {before:.2f} before, {after:.2f} after.")

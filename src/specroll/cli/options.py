@@ -87,7 +87,8 @@ def _add(group: Any, item: Field[Any], hint: Any, docs: dict[str, str]) -> None:
     if hint is bool:
         settings["action"] = argparse.BooleanOptionalAction
     elif typing.get_origin(hint) is tuple:
-        settings |= {"nargs": "+", "action": "extend", **_reader(typing.get_args(hint)[0])}
+        least = "+" if item.metadata.get("positional") else "*"  # an option without values asks for none
+        settings |= {"nargs": least, "action": "extend", **_reader(typing.get_args(hint)[0])}
     else:
         settings |= _reader(hint)
     if item.metadata.get("positional"):

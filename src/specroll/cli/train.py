@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from specroll.cli.common import check_writable
 from specroll.config import TrainConfig
 
 
@@ -31,9 +32,9 @@ def main(options: Options) -> int:
     from specroll.report.records import to_json
     from specroll.train.run import train
 
+    check_writable(options.json)
     config = TrainConfig(**{field.name: getattr(options, field.name) for field in fields(TrainConfig)})
     summary = train(config, resume=options.resume)
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -120,14 +120,19 @@ class Engine:
         limit = getattr(self.target.config, "max_position_embeddings", None)
         samples = set()
         for i, r in enumerate(requests):
+            if not isinstance(r, Request):
+                raise ValueError(f"request {i} is {r!r}: make requests of prompts by specroll.build.make_requests")
             if not r.prompt_ids:
                 raise ValueError(f"request {i} has an empty prompt: give at least one token (usually the BOS token)")
-            if r.max_new_tokens < 1:
-                raise ValueError(f"request {i} has max_new_tokens={r.max_new_tokens}: it must be at least 1")
+            if not isinstance(r.max_new_tokens, int) or r.max_new_tokens < 1:
+                raise ValueError(
+                    f"request {i} has max_new_tokens={r.max_new_tokens}: it must be a whole number of at least 1"
+                )
             if limit and len(r.prompt_ids) + r.max_new_tokens > limit:
+                left = limit - len(r.prompt_ids)
                 raise ValueError(
                     f"request {i} needs {len(r.prompt_ids)} prompt tokens + {r.max_new_tokens} new ones, but the model "
-                    f"has {limit} positions: shorten the prompt or set max_new_tokens <= {limit - len(r.prompt_ids)}"
+                    f"has {limit} positions: shorten the prompt" + (f" or set max_new_tokens <= {left}" * (left > 0))
                 )
             worst = max(r.prompt_ids) if min(r.prompt_ids) >= 0 else min(r.prompt_ids)
             if not 0 <= worst < self.target.vocab_size:

@@ -120,7 +120,10 @@ def load_heads(folder: str | Path, model: PreTrainedModel) -> FutureHeads:
             f"the heads in {folder} fit another model.\n  they fit:   {fitted}\n  this model: {present}\n"
             "Load the model that they fit, or fit heads to this one: specroll heads fit"
         )
-    heads = FutureHeads(present.hidden_size, present.vocab_size, config).to(model.device)
+    try:
+        heads = FutureHeads(present.hidden_size, present.vocab_size, config).to(model.device)
+    except (TypeError, ValueError) as error:
+        raise HeadsFileError(f"{folder / MANIFEST} is damaged ({error}); {_REFIT}") from error
     state = _read_weights(weights, digest)
     heads.use_vocabulary(state.get("vocabulary_V"))
     heads.calibration_2K = state.get("calibration_2K")
@@ -138,7 +141,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise HeadsFileError(
             f"no heads in {folder} (it has no {MANIFEST}); fit some first: specroll heads fit"
         ) from error

@@ -40,6 +40,8 @@ class RunFolder:
 
         Raises `FileExistsError` where a run has left records already, unless it is resumed.
         """
+        if self.path.is_file():
+            raise NotADirectoryError(f"{self.path} is a file; name a folder for the run")
         if not resume and self.metrics_path.exists() and self.metrics_path.stat().st_size:
             raise FileExistsError(f"{self.path} holds the records of another run; choose another folder, or resume it")
         self.path.mkdir(parents=True, exist_ok=True)

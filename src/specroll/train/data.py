@@ -80,7 +80,7 @@ def load_task(
         return _question_task(name, _pick(rows, size, seed))
     if name not in puzzles.names():
         near = get_close_matches(name, [*published.NAMES, *puzzles.names()], n=3)
-        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        meant = f"; did you mean {' or '.join(near)}?" if near else "."
         raise ValueError(
             f"no task {name!r}{meant} A task is {', '.join(published.NAMES)}, a reasoning-gym task such as chain_sum, "
             "or the path of a .jsonl or .jsonl.gz file"

@@ -100,7 +100,10 @@ def resumed(config: TrainConfig, folder: Path) -> TrainConfig:
     kept = {name: value for name, value in saved.items() if name in known}
     for name in ("data_dir", "output"):
         kept[name] = None if kept.get(name) is None else Path(kept[name])
-    before = TrainConfig(**kept)
+    try:
+        before = TrainConfig(**kept)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{RunFolder(folder).config_path} is damaged: {error}") from error
     return replace(before, steps=config.steps or before.steps)
 
 

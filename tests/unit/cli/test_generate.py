@@ -123,7 +123,7 @@ def test_a_broken_prompt_line_is_named(specroll: Run, tmp_path: Path, lines: str
     [
         (("--max-new-tokens", 0), 2, "max-new-tokens must be at least 1"),
         (("--max-new-tokens", 512), 1, "the model has 512 positions"),
-        (("--temperature", -1), 1, "temperature must be finite and >= 0"),
+        (("--temperature", -1), 2, "temperature must be finite and >= 0"),
         (("--heads", "nowhere"), 1, "no heads in nowhere"),
     ],
 )

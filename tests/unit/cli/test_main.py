@@ -161,7 +161,7 @@ def test_help_names_every_option_with_its_doc_and_default(command: Run, capsys: 
     assert stop.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for part in ("Cook a meal. Slowly.", "--minutes N How long, 100 % of the time. [30]", "Cover the pot. [on]",
-                 "--spoons N [N ...] Which spoons. [1 2]", "--out PATH Where to serve."):  # fmt: skip
+                 "--spoons [N ...] Which spoons. [1 2]", "--out PATH Where to serve."):  # fmt: skip
         assert part in text
 
 

@@ -115,6 +115,9 @@ def test_missing_and_damaged_files_are_named(folder: Path, model: LlamaForCausal
         (folder / MANIFEST).write_text(broken)
         with pytest.raises(HeadsFileError, match=said):
             load_heads(folder, model)
+    (folder / MANIFEST).write_text(manifest.replace('"horizons": 4', '"horizons": "x"'))
+    with pytest.raises(HeadsFileError, match="damaged"):
+        load_heads(folder, model)
     (folder / MANIFEST).write_text(manifest.replace('"horizons": 4', '"horizons": 3'))
     weights.write_bytes(payload)
     with pytest.raises(HeadsFileError, match="does not hold what"):
