@@ -39,6 +39,7 @@ from specroll.budget.surface import LatencyCurve
 from specroll.config import BudgetConfig
 
 _START_ABOVE, _STOP_BELOW = 1.03, 1.0  # predicted speed over plain decoding: the gap keeps it from fluttering
+_TRIAL, _TRIAL_BELOW = 4, 0.8  # one round's luck does not end what has hardly begun, unless it is hopeless
 _PRIOR_GAIN = 0.3  # first node's hit probability before anything is known: modest, as of weak heads
 _HOPED_GAIN = 0.6  # the same for a good proposer: where even this would not pay, a probe could change nothing
 _UNKNOWN_NODES = 4  # most nodes of a round while little is known, and of a probe
@@ -140,7 +141,7 @@ class Planner:
         _, speed = self._best(running, self._expected_gain, most)
         if not self._speculating and speed > _START_ABOVE:
             self._speculating, self._turns = True, 0
-        elif self._speculating and speed < _STOP_BELOW:
+        elif self._speculating and speed < (_STOP_BELOW if self._turns >= _TRIAL else _TRIAL_BELOW):
             self._speculating, self._plain_rounds = False, 0
             if self._turns >= _MEMORY:  # it was worth something for long: look again soon
                 self._probe_every = _PROBE_EVERY
