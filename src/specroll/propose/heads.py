@@ -167,13 +167,14 @@ class HeadsProposer:
         self._readout = Readout.of(self.model, self.heads.vocabulary_V)
         self._products = None
         self.version += 1
-        if self.heads.calibration_2K is None:
+        if self.heads.calibration_2K is self._calibration_2K:
             self.calibrator.forget()
-        else:
+        else:  # they have been fitted anew
             self.calibrator = self._fresh_calibrator()
 
     def _fresh_calibrator(self) -> HitCalibrator:
         heads = self.heads
+        self._calibration_2K = heads.calibration_2K
         return HitCalibrator(
             self.horizons, trained=heads.trained, device=heads.first_KFI.device, measured_2K=heads.calibration_2K
         )

@@ -186,6 +186,18 @@ def test_observe_teaches_the_calibrator(model: LlamaForCausalLM) -> None:
     assert after[0] < before[0] and torch.equal(after[1:], before[1:])
 
 
+def test_a_refresh_keeps_what_was_observed_unless_the_heads_were_fitted_anew(model: LlamaForCausalLM) -> None:
+    heads = moved(FutureHeads.for_model(model))
+    heads.calibration_2K = torch.tensor([[0.6] * heads.horizons, [1.0] * heads.horizons])
+    proposer = HeadsProposer(heads, model)
+    proposer.calibrator.covered_K = proposer.calibrator.covered_K * 0.5
+    proposer.refresh()
+    torch.testing.assert_close(proposer.calibrator.coverage_K, torch.full((heads.horizons,), 0.3))
+    heads.calibration_2K = torch.tensor([[0.7] * heads.horizons, [2.0] * heads.horizons])
+    proposer.refresh()
+    torch.testing.assert_close(proposer.calibrator.estimate_2K, heads.calibration_2K)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_proposals_of_other_precisions_agree(model: LlamaForCausalLM, dtype: torch.dtype) -> None:
     heads = moved(FutureHeads.for_model(model))
