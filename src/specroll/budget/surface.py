@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -96,25 +97,31 @@ def row_grid(max_rows: int) -> list[int]:
     return sorted({rows for rows in few | many if rows <= max_rows} | {max_rows})
 
 
-def measure(forward: Callable[[int], None], rows: Sequence[int], repeats: int = 6) -> LatencyCurve:
+def measure(
+    forward: Callable[[int], None], rows: Sequence[int], repeats: int = 12, seconds_at_most: float = 25.0
+) -> LatencyCurve:
     """Time `forward(n)` for every n of `rows`, which must return only when the device is done.
 
-    The repeats are interleaved, so that a slow moment of the machine touches all points alike; each point is the least
-    of its repeats (whatever else runs on the machine only adds), after one pass that is not counted, and no point is
-    cheaper than one with fewer rows.
+    The repeats are interleaved, so that a slow moment of the machine touches all points alike, and each point is the
+    median of its repeats: the fastest ones would show a memory that nobody else uses, where further rows look dear. One
+    pass of each is not counted. Repeats end early, after three at the least, when the time is up. No point is cheaper
+    than one with fewer rows.
     """
     grid = sorted(set(rows))
     times: dict[int, list[float]] = {n: [] for n in grid}
+    began = time.perf_counter()
     for n in grid:
         forward(n)
-    for _ in range(repeats):
+    for repeat in range(repeats):
+        if repeat >= 3 and time.perf_counter() - began > seconds_at_most:
+            break
         for n in grid:
             start = time.perf_counter()
             forward(n)
             times[n].append(time.perf_counter() - start)
     seconds: list[float] = []
     for n in grid:
-        seconds.append(max(min(times[n]), seconds[-1] if seconds else 0.0))
+        seconds.append(max(statistics.median(times[n]), seconds[-1] if seconds else 0.0))
     return LatencyCurve(tuple(grid), tuple(seconds))
 
 
