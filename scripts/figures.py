@@ -34,18 +34,16 @@ def _ratio(found: dict[str, float] | None) -> str:
 
 def _rollout_table(name: str) -> str:
     results = _load(name)
-    pairs = ("plain_over_hf", "spec_over_plain", "spec_over_hf", "untrained_over_plain")
+    named = {
+        "plain_over_hf": "plain / transformers",
+        "spec_over_plain": "speculative / plain",
+        "spec_over_hf": "speculative / transformers",
+        "untrained_over_plain": "untrained heads / plain",
+    }
+    pairs = [pair for pair in named if any(pair in cell for cell in results["cells"].values())]
     lines = [
-        _row(
-            "sequences",
-            "plain / transformers",
-            "speculative / plain",
-            "speculative / transformers",
-            "untrained heads / plain",
-            "tokens per round",
-            "plain tokens/s",
-        ),
-        _row("--:", *["---"] * 4, "--:", "--:"),
+        _row("sequences", *(named[pair] for pair in pairs), "tokens per round", "plain tokens/s"),
+        _row("--:", *["---"] * len(pairs), "--:", "--:"),
     ]
     for cell_name, cell in results["cells"].items():
         per_round = cell["tokens_per_round"].get("spec")
@@ -68,12 +66,16 @@ def _machine(machine: dict[str, Any]) -> str:
     return f"{machine['dtype']}, {cores}, PyTorch {machine['torch']}"
 
 
+def rollout_few() -> str:
+    return _rollout_table("rollout_few_float32")
+
+
 def rollout_native() -> str:
     return _rollout_table("rollout_float32")
 
 
-def rollout_tail() -> str:
-    return _rollout_table("rollout_tail_float32")
+def rollout_saturated() -> str:
+    return _rollout_table("rollout_8x8_float32")
 
 
 def rollout_bfloat16() -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -234,3 +237,12 @@ class TestPackedLinears:
                 after = layer(x)
         assert packs.count == 1
         torch.testing.assert_close(after, 2 * before)
+
+    def test_engines_of_one_model_share_its_packs_and_free_them_with_it(self) -> None:
+        model = tiny("llama")
+        assert linear.PackedLinears.of(model) is linear.PackedLinears.of(model)
+        assert linear.PackedLinears.of(model) is not linear.PackedLinears.of(tiny("llama"))
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None

@@ -12,6 +12,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +56,25 @@ def pack(weight: Tensor, bias: Tensor | None = None, *, exact: bool = True) -> P
 class PackedLinears:
     """The packed products of one model, refreshed where a weight has changed since the last rollout."""
 
+    @classmethod
+    def of(cls, model: nn.Module) -> PackedLinears:
+        """The packs of this model, which all engines around it share."""
+        if model not in _PACKED:
+            _PACKED[model] = cls(model)
+        return _PACKED[model]
+
     def __init__(self, model: nn.Module) -> None:
-        self._linears = [m for m in model.modules() if type(m) is nn.Linear] if packing_pays() else []
+        self._model = ref(model)  # weak, or a model whose packs are shared could never be freed
         self._packed: dict[nn.Linear, tuple[tuple[int, int], Product | None]] = {}
+
+    def _linears(self) -> list[nn.Linear]:
+        """The model's present linear layers; packs of others, such as a removed adapter's, are dropped."""
+        model = self._model()
+        if model is None or not packing_pays():
+            return []
+        linears = [m for m in model.modules() if type(m) is nn.Linear]
+        self._packed = {linear: self._packed[linear] for linear in linears if linear in self._packed}
+        return linears
 
     def _product(self, linear: nn.Linear) -> Product | None:
         weight = linear.weight
@@ -79,7 +96,7 @@ class PackedLinears:
         """For the length of the block, the model's linear layers run through their packs."""
         swapped = []
         try:
-            for linear in self._linears:
+            for linear in self._linears():
                 if "forward" not in vars(linear) and (product := self._product(linear)) is not None:
                     linear.forward = product  # type: ignore[method-assign]
                     swapped.append(linear)
@@ -87,3 +104,6 @@ class PackedLinears:
         finally:
             for linear in swapped:
                 del linear.forward
+
+
+_PACKED: WeakKeyDictionary[nn.Module, PackedLinears] = WeakKeyDictionary()

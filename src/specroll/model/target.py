@@ -69,7 +69,7 @@ class HFTarget:
         self.lm_head: nn.Module = self.causal.get_output_embeddings()
         self.vocab_size: int = self.lm_head.weight.shape[0]  # type: ignore[union-attr, index]
         self.hidden_size: int = self.config.hidden_size
-        self._packed = PackedLinears(self.causal)
+        self._packed = PackedLinears.of(self.causal)
         self.cache: SlotCache | None = None
         if self.config.model_type not in PROVED:
             prove(self)
