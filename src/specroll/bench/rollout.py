@@ -18,7 +18,7 @@ from specroll.bench.compare import Rates, System, interleave, ratio
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine, Rollout
 from specroll.propose.heads import FutureHeads, HeadsProposer
-from specroll.types import Request, SamplingParams
+from specroll.types import Request, RoundStats, SamplingParams
 
 Prompts = Sequence[tuple[int, ...]]
 PAIRS = (("plain", "hf"), ("spec", "plain"), ("spec", "hf"), ("untrained", "plain"))
@@ -71,11 +71,13 @@ class Bench:
                 config=EngineConfig(max_running=64),
                 budget=BudgetConfig(max_nodes=max_nodes),
             )
-        self.last: dict[str, Rollout] = {}
+        self.rounds: dict[str, list[RoundStats]] = {}
+        """What each engine did in the counted repeats of the latest cell."""
 
     def run(
         self, cell: Cell, prompts: Prompts, systems: Sequence[str], repeats: int, on_run: Callable[[str, float], None]
     ) -> dict[str, Rates]:
+        self.rounds = {name: [] for name in systems if name != "hf"}
         made = {name: self._hf(cell, prompts) if name == "hf" else self._ours(name, cell, prompts) for name in systems}
         return interleave(made, repeats, on_run=on_run)
 
@@ -96,10 +98,12 @@ class Bench:
             ]
             engine.eos_ids = eos_ids if cell.ends else frozenset()
             try:
-                self.last[name] = engine.generate(requests, self.sampling)
+                rollout = engine.generate(requests, self.sampling)
             finally:
                 engine.eos_ids = eos_ids
-            return self.last[name].tokens
+            if repeat >= 0:
+                self.rounds[name] += rollout.rounds
+            return rollout.tokens
 
         return run
 
@@ -136,9 +140,9 @@ def _count(rows: list[list[int]], eos_ids: set[int]) -> int:
     return sum(next((i for i, token in enumerate(row, 1) if token in eos_ids), len(row)) for row in rows)
 
 
-def report(cell: Cell, rates: dict[str, Rates], last: dict[str, Rollout]) -> dict[str, Any]:
+def report(cell: Cell, rates: dict[str, Rates], rounds: dict[str, list[RoundStats]]) -> dict[str, Any]:
     """Everything measured in one cell."""
-    ours = {name: last[name] for name in rates if name in last}
+    ours = {name: Rollout([], of_all, 0.0) for name, of_all in rounds.items()}
     return {
         "rows": cell.rows,
         "tokens": cell.tokens,
@@ -157,7 +161,7 @@ def _nodes(rollout: Rollout) -> float:
 
 
 def stage_seconds(rollout: Rollout) -> dict[str, float]:
-    """Seconds by stage, over the whole rollout."""
+    """Seconds by stage, over all rounds."""
     stages: dict[str, float] = {}
     for r in rollout.rounds:
         for stage, seconds in r.seconds.items():

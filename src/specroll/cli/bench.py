@@ -95,7 +95,7 @@ def main(options: Options) -> int:
                         f"cell {cell.name}", next(done), total, f"{name} {rate:.0f} tokens/s"
                     ),
                 )
-                results["cells"][cell.name] = report(cell, rates, bench.last)
+                results["cells"][cell.name] = report(cell, rates, bench.rounds)
             show_cell(cell.name, results["cells"][cell.name])
             results |= summary(results["cells"])
             _write(options.json, results)  # after every cell, so that an interruption loses nothing
