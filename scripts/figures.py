@@ -78,10 +78,6 @@ def rollout_native() -> str:
     return _rollout_table("rollout_float32")
 
 
-def rollout_saturated() -> str:
-    return _rollout_table("rollout_8x8_float32")
-
-
 def rollout_bfloat16() -> str:
     return _rollout_table("rollout_bfloat16")
 
