@@ -78,6 +78,10 @@ def rollout_native() -> str:
     return _rollout_table("rollout_float32")
 
 
+def rollout_few_bfloat16() -> str:
+    return _rollout_table("rollout_few_bfloat16")
+
+
 def rollout_bfloat16() -> str:
     return _rollout_table("rollout_bfloat16")
 
