@@ -70,6 +70,10 @@ def rollout_few() -> str:
     return _rollout_table("rollout_few_float32")
 
 
+def rollout_32() -> str:
+    return _rollout_table("rollout_32_float32")
+
+
 def untrained() -> str:
     return _rollout_table("untrained_float32")
 
