@@ -3,7 +3,8 @@
     python scripts/figures.py            # rewrites the marked blocks
     python scripts/figures.py --check    # exit code 1 where a block is not what the results say
 
-A block is what stands between `<!-- figures: NAME -->` and `<!-- end -->`; NAME is a function of this file.
+A block is what stands between `<!-- figures: NAME -->` and `<!-- end -->`; NAME is a function of this file, or
+rollout_*, a result of `specroll bench rollout`.
 """
 
 from __future__ import annotations
@@ -66,30 +67,6 @@ def _machine(machine: dict[str, Any]) -> str:
     return f"{machine['dtype']}, {cores}, PyTorch {machine['torch']}"
 
 
-def rollout_few() -> str:
-    return _rollout_table("rollout_few_float32")
-
-
-def rollout_32() -> str:
-    return _rollout_table("rollout_32_float32")
-
-
-def untrained() -> str:
-    return _rollout_table("untrained_float32")
-
-
-def rollout_native() -> str:
-    return _rollout_table("rollout_float32")
-
-
-def rollout_few_bfloat16() -> str:
-    return _rollout_table("rollout_few_bfloat16")
-
-
-def rollout_bfloat16() -> str:
-    return _rollout_table("rollout_bfloat16")
-
-
 def eight_nodes() -> str:
     results = _load("heads_fit")
     return (
@@ -143,7 +120,7 @@ def render(text: str) -> str:
 
 def _figure(name: str) -> str:
     try:
-        return globals()[name]()
+        return _rollout_table(name) if name.startswith("rollout_") else globals()[name]()
     except FileNotFoundError:
         return "Not measured yet."
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 # Before transformers is imported anywhere: a test that reaches for the network fails at once and says so.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,6 +22,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "real_model" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.real)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small arrays: on a busy machine two threads would mostly wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ VOCAB_SIZE = 61
 PAD, EOS, UNKNOWN = 0, 1, 2
 SLIDING_WINDOW = 8
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -45,14 +45,14 @@ _SHAPE: dict[str, Any] = {
 
 # Where an architecture leaves its heads' width free, it is not hidden_size / heads: code that assumes so must fail.
 _CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": partial(LlamaConfig, **_SHAPE),
-    "qwen2": partial(Qwen2Config, **_SHAPE),
-    "qwen3": partial(Qwen3Config, **_SHAPE, head_dim=16),
-    "mistral": partial(MistralConfig, **_SHAPE, head_dim=16, sliding_window=SLIDING_WINDOW),
-    "phi3": partial(Phi3Config, **_SHAPE),
+    "llama": partial(LlamaConfig, **SHAPE),
+    "qwen2": partial(Qwen2Config, **SHAPE),
+    "qwen3": partial(Qwen3Config, **SHAPE, head_dim=16),
+    "mistral": partial(MistralConfig, **SHAPE, head_dim=16, sliding_window=SLIDING_WINDOW),
+    "phi3": partial(Phi3Config, **SHAPE),
     "gemma3": partial(
         Gemma3TextConfig,
-        **{**_SHAPE, "num_hidden_layers": 4},
+        **{**SHAPE, "num_hidden_layers": 4},
         head_dim=16,
         query_pre_attn_scalar=12,
         sliding_window=SLIDING_WINDOW,

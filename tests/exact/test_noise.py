@@ -6,7 +6,7 @@ The statistical tests have fixed inputs, so they pass or fail for good; their li
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,13 +18,7 @@ from specroll.noise import gumbel, gumbel_all, row_keys, to_gumbel_, uniform, un
 MASK64 = (1 << 64) - 1
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These arrays are small: on a busy machine two threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def z_of_chi_square(count_X: Tensor, expected_X: Tensor | float) -> float:

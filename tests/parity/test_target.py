@@ -16,7 +16,7 @@ from specroll.model.prove import TOLERANCE, UnsupportedModelError, decoy_chain, 
 from specroll.model.target import HFTarget
 from specroll.tree import rank
 from specroll.types import Draft, Tree
-from tiny import ARCHITECTURES, VOCAB_SIZE, tiny
+from tiny import ARCHITECTURES, SHAPE, VOCAB_SIZE, tiny
 
 TOKENS = torch.randint(VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(1))  # longer than the sliding windows
 
@@ -114,18 +114,7 @@ def test_a_kept_path_is_the_recomputed_prefix(architecture: str) -> None:
 
 
 UNPROVED = {
-    "smollm3": SmolLM3Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-    ),
+    "smollm3": SmolLM3Config(**SHAPE),
     "gpt2": GPT2Config(vocab_size=61, n_embd=32, n_head=4, n_layer=2, n_positions=64, bos_token_id=1, eos_token_id=1),
 }
 
@@ -146,15 +135,7 @@ def test_a_model_without_a_proof_is_proved_at_construction(kind: str, monkeypatc
     ("config", "reason"),
     [
         (
-            Gemma2Config(
-                vocab_size=61,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=16,
-            ),
+            Gemma2Config(**SHAPE, head_dim=16),
             "soft-capped",
         ),
         (

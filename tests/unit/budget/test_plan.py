@@ -164,6 +164,13 @@ def test_training_the_proposer_is_noticed_at_once(running: int) -> None:
     assert sum(map(bool, simulation.chosen[-50:])) > 40
 
 
+def test_one_unlucky_round_does_not_end_what_has_hardly_begun() -> None:
+    planner = plan(CPU)
+    gain = [0.5 / (1 + i // 3) for i in range(planner.nodes(3))]
+    planner.observe(3, gain, 0, planner.cut(3, gain))
+    assert planner.nodes(3) > 0
+
+
 @pytest.mark.parametrize("running", [1, 8])
 def test_decay_is_noticed(running: int) -> None:
     simulation = Simulation(plan(CPU), CPU).run(GOOD, [running] * 300)
