@@ -64,6 +64,7 @@ class FitReport:
     accepted_before: dict[int, float]
     accepted_after: dict[int, float]
     kept_update_K: list[int]
+    sharpness_K: list[float]
     seconds: float
     note: str | None
 
@@ -105,6 +106,7 @@ def fit(
     fitting.start(judge, checkpoint)
     note = fitting.run(judge, checkpoint, on_progress)
     fitting.keep_best()
+    heads.sharpness_K = judge.sharpness(heads)
     best = fitting.progress
     accepted_after = judge.acceptance(heads, nodes, ranking=ranking)
     heads.calibration_2K = judge.calibration_2K
@@ -120,6 +122,7 @@ def fit(
         accepted_before=accepted_before,
         accepted_after=accepted_after,
         kept_update_K=best.best_update_K.tolist(),
+        sharpness_K=heads.sharpness_K.tolist(),
         seconds=time.monotonic() - began,
         note=note or _regress_note(best),
     )

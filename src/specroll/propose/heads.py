@@ -42,6 +42,8 @@ class FutureHeads(nn.Module):
     vocabulary_V: Tensor | None
     calibration_2K: Tensor | None
     """How often and how surely each horizon hit on held-out responses (`HitCalibrator.estimate_2K`), once fitted."""
+    sharpness_K: Tensor
+    """What each horizon's logits are multiplied by before the noise is added: `Judge.sharpness`."""
 
     def __init__(self, hidden_size: int, vocab_size: int, config: HeadsConfig | None = None, *, seed: int = 0) -> None:
         super().__init__()
@@ -62,6 +64,7 @@ class FutureHeads(nn.Module):
         self.second_KHF = nn.Parameter(torch.zeros(config.horizons, hidden_size, width))
         self.register_buffer("vocabulary_V", None)
         self.register_buffer("calibration_2K", None)
+        self.register_buffer("sharpness_K", torch.ones(config.horizons))
 
     @classmethod
     def for_model(
@@ -131,9 +134,10 @@ class _Products(NamedTuple):
 class HeadsProposer:
     """The heads as a `types.Proposer`: candidates of all horizons for all sequences at once, with calibrated hits.
 
-    `ranking="noise"` scores a candidate by log q + g, with the noise g that the target's own draw at that position will
-    use; "probability" by log q alone, as does temperature 0. Weights are prepared at the first proposal after they
-    changed; call `refresh` after a policy update that may have moved lm_head, or when the draft vocabulary was changed.
+    `ranking="noise"` scores a candidate by s log q + g, with the noise g that the target's own draw at that position
+    will use and the heads' sharpness s; "probability" by log q alone, as does temperature 0. Weights are made ready at
+    the first proposal after they changed; call `refresh` after a policy update that may have moved lm_head, or when the
+    draft vocabulary was changed.
     """
 
     name = "heads"
@@ -184,7 +188,7 @@ class HeadsProposer:
         logits_SKV = self._logits(features)
         sampling = features.sampling
         if self.ranking == "noise" and sampling.temperature > 0:
-            logits_SKV = logits_SKV + self._noise(features)
+            logits_SKV = add_noise(logits_SKV, self._noise(features), self.heads.sharpness_K)
         score_SKC, index_SKC = logits_SKV.topk(min(self.candidates, logits_SKV.shape[-1]), dim=-1)
         vocabulary_V = self.heads.vocabulary_V
         token_SKC = index_SKC if vocabulary_V is None else vocabulary_V[index_SKC]
@@ -230,6 +234,11 @@ class HeadsProposer:
                 _product(self._readout.row_VH, self._readout.bias_V, dtype),
             )
         return self._products
+
+
+def add_noise(logits_SKV: Tensor, noise_SKV: Tensor, sharpness_K: Tensor) -> Tensor:
+    """What candidates are ranked by: s_k log q + g, up to a constant of each row."""
+    return torch.addcmul(noise_SKV, logits_SKV, sharpness_K[:, None])
 
 
 def _product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

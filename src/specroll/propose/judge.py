@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specroll.budget.calibrate import HitCalibrator
-from specroll.propose.heads import FutureHeads
+from specroll.propose.heads import FutureHeads, add_noise
 from specroll.propose.readout import Readout, embed
 from specroll.propose.samples import Law, Samples, slots
 from specroll.tree.grow import grow
@@ -28,6 +28,7 @@ ROUNDS = 2048
 KL_POSITIONS = 1024
 CHUNK_LOGITS = 1 << 22
 """Logits held at once."""
+SHARPNESSES = (1.0, 1.25, 1.5, 1.75, 2.0)
 
 
 class Judge:
@@ -68,6 +69,23 @@ class Judge:
         drafts = list(self._drafts(heads, ranking, candidates))
         return {count: self._accepted(heads, drafts, count) for count in nodes}
 
+    @torch.no_grad()
+    def sharpness(self, heads: FutureHeads) -> Tensor:
+        """The factor s_k of each horizon's logits with which s_k log q + g finds the drawn token most often, [K].
+
+        Above 1 as long as heads err: a head that fits best knows the mean of the laws p that it takes for one, and
+        what they draw follows log p, whose mean is lower, most of all for tokens that only some of them like.
+        """
+        hits_KX = torch.zeros(heads.horizons, len(SHARPNESSES))
+        vocabulary_V = _vocabulary(heads)
+        for position_B, logits_BKV, noise_BKV in self._noisy(heads):
+            ahead_BK, exists_BK = self.samples.ahead(position_B, heads.horizons)
+            slot_BK, inside_BK = slots(self.samples.token_P[ahead_BK], vocabulary_V)
+            for x, sharpness in enumerate(SHARPNESSES):
+                best_BK = add_noise(logits_BKV, noise_BKV, torch.full((heads.horizons,), sharpness)).argmax(-1)
+                hits_KX[:, x] += ((best_BK == slot_BK) & inside_BK & exists_BK).sum(0)
+        return torch.tensor(SHARPNESSES)[hits_KX.argmax(1)].to(heads.sharpness_K)
+
     def _accepted(self, heads: FutureHeads, drafts: list[tuple[Tensor, Tensor, Tensor]], nodes: int) -> float:
         calibrator = HitCalibrator(heads.horizons)
         accepted = 0
@@ -87,16 +105,21 @@ class Judge:
         return accepted / self.start_P.numel()
 
     def _drafts(self, heads: FutureHeads, ranking: str, candidates: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        vocabulary_V, sharpness_K = _vocabulary(heads), heads.sharpness_K.cpu()
+        for position_B, logits_BKV, noise_BKV in self._noisy(heads):
+            score_BKV = add_noise(logits_BKV, noise_BKV, sharpness_K) if ranking == "noise" else logits_BKV
+            score_BKC, slot_BKC = score_BKV.topk(min(candidates, score_BKV.shape[-1]), dim=-1)
+            yield position_B, slot_BKC if vocabulary_V is None else vocabulary_V[slot_BKC], score_BKC
+
+    def _noisy(self, heads: FutureHeads) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Chunks of positions, the heads' logits there, and noise of the draws ahead: [B], twice [B, K, V]."""
         generator = torch.Generator().manual_seed(0)
         vocabulary_V = _vocabulary(heads)
         for position_B, logits_BKV in self._logits(heads, self.start_P):
-            score_BKV = logits_BKV.cpu()
-            if ranking == "noise":
-                ahead_BK, _ = self.samples.ahead(position_B, heads.horizons)
-                for k in range(heads.horizons):
-                    score_BKV[:, k] += self._noise(ahead_BK[:, k], vocabulary_V, score_BKV.shape[-1], generator)
-            score_BKC, slot_BKC = score_BKV.topk(min(candidates, score_BKV.shape[-1]), dim=-1)
-            yield position_B, slot_BKC if vocabulary_V is None else vocabulary_V[slot_BKC], score_BKC
+            ahead_BK, _ = self.samples.ahead(position_B, heads.horizons)
+            size = logits_BKV.shape[-1]
+            noise_K = [self._noise(ahead_B, vocabulary_V, size, generator) for ahead_B in ahead_BK.unbind(1)]
+            yield position_B, logits_BKV.cpu(), torch.stack(noise_K, 1)
 
     def _noise(self, position_B: Tensor, vocabulary_V: Tensor | None, size: int, generator: torch.Generator) -> Tensor:
         """Noise that could have drawn the tokens which were drawn: a sample of g given argmax(log p + g), [B, V].

@@ -193,3 +193,31 @@ def test_bad_settings_are_refused(model: LlamaForCausalLM) -> None:
         fit(heads_of(model), model, world(3, length=1))
     with pytest.raises(ValueError, match="width 16, the heads 8"):
         fit(FutureHeads(8, VOCAB), model, world(3))
+
+
+@pytest.mark.parametrize(("others", "expected"), [(0, {1.0}), (6, {1.25, 1.5, 1.75, 2.0})])
+def test_heads_that_know_only_a_mean_of_laws_are_sharpened(
+    model: LlamaForCausalLM, others: int, expected: set[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads that know the very law already find the drawn token, and any factor would make them miss it."""
+    generator = torch.Generator().manual_seed(3)
+    trajectories = []
+    for _ in range(40):
+        law_TV = torch.softmax(3 * torch.randn(60, 12, generator=generator), -1)
+        law_TV = law_TV * (law_TV > 0.03)  # truncated, as by top-p
+        drawn_T = torch.multinomial(law_TV, 1, generator=generator).squeeze(1)
+        law_TV = law_TV / law_TV.sum(-1, keepdim=True)
+        trajectories.append(Trajectory(torch.zeros(60, 16), drawn_T, torch.arange(12).expand(60, -1), law_TV.log()))
+    heads, judge = heads_of(model), Judge(model, trajectories)
+    law_PV = judge.samples.top_logp_PC.exp()
+    mean_PV = sum((law_PV[torch.randperm(len(law_PV), generator=generator)] for _ in range(others)), law_PV)
+    logits_PV = torch.nn.functional.pad((mean_PV / (others + 1)).clamp(min=1e-9).log(), (0, 2), value=-30.0)
+    monkeypatch.setattr(
+        Judge, "_logits", lambda self, _, start_P: [(start_P, logits_PV[self.samples.ahead(start_P, 2)[0]])]
+    )
+    chosen = judge.sharpness(heads)
+    assert set(chosen.tolist()) <= expected
+    if others:
+        before = judge.acceptance(heads, (4,))
+        heads.sharpness_K = chosen
+        assert judge.acceptance(heads, (4,))[4] > before[4]
