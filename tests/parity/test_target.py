@@ -10,8 +10,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MambaConfig, SmolLM3Config
 
-from specroll.model import linear
+from specroll.model import adapter, linear
+from specroll.model.adapter import plain_lora
 from specroll.model.attention import PromptPass, TreePass
+from specroll.model.joint import Joint, together
 from specroll.model.prove import TOLERANCE, UnsupportedModelError, decoy_chain, worst_difference
 from specroll.model.target import HFTarget
 from specroll.tree import rank
@@ -185,12 +187,117 @@ def test_the_model_is_left_as_it_was_found(adapted: bool) -> None:
         raise RuntimeError("inside")
     assert all(m.training for m in model.modules() if m is not frozen) and not frozen.training
     assert target.config._attn_implementation == before
-    assert not any("forward" in vars(m) for m in model.modules() if isinstance(m, torch.nn.Linear))
+    assert not any("forward" in vars(m) for m in model.modules())
     assert model(torch.tensor([[3, 4, 5]])).logits.requires_grad
+
+
+def adapted(model: torch.nn.Module, **changes: object) -> torch.nn.Module:
+    """With LoRA on all layers whose weights are away from their start."""
+    settings = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "lora_dropout": 0.5, **changes}
+    model = get_peft_model(model, LoraConfig(**settings)).eval()  # type: ignore[arg-type]
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3"])
+def test_lora_layers_in_fewer_steps_give_the_models_own_logits(architecture: str, dtype: torch.dtype) -> None:
+    model = adapted(tiny(architecture, dtype=dtype))
+    target = HFTarget(model)
+    worst = worst_difference(target, TOKENS)
+    assert worst <= (1e-5 if dtype == torch.float32 else TOLERANCE[dtype])
+    with target.rolling_out():
+        swapped = [m for m in model.modules() if plain_lora(m) is not None and "forward" in vars(m)]
+    assert len(swapped) == len([m for m in model.modules() if plain_lora(m) is not None]) > 0
+
+
+def test_a_wrong_scale_of_an_adapter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = adapter._forward
+    monkeypatch.setattr(adapter, "_forward", lambda base, down, up, x: forward(base, down, up * 1.1, x))
+    assert worst_difference(HFTarget(adapted(tiny("llama"))), TOKENS) > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:.*lora_bias=True.*:peft.utils.warning.PeftWarning")
+@pytest.mark.parametrize("kind", ["dora", "bias", "two adapters", "disabled", "merged"])
+def test_other_adapters_keep_their_own_forward(kind: str) -> None:
+    model = adapted(tiny("llama"), **{"use_dora": kind == "dora", "lora_bias": kind == "bias"})
+    if kind == "two adapters":
+        model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear"))
+        model.base_model.set_adapter(["default", "second"])
+    if kind == "disabled":
+        model.disable_adapter_layers()
+    if kind == "merged":
+        model.merge_adapter()
+    assert not any(plain_lora(m) for m in model.modules())
+    assert worst_difference(HFTarget(model), TOKENS) < 1e-5
+
+
+class TestJoint:
+    def test_one_product_gives_all_layers_their_outputs(self) -> None:
+        seen = []
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            seen.append(x)
+            return torch.cat((x, 2 * x, 3 * x), -1)
+
+        first, second, third = Joint(product, [2, 2, 2]).parts
+        x, y = torch.ones(1, 2), torch.full((1, 2), 5.0)
+        assert [int(part(x)[0, 0]) for part in (first, second, third)] == [1, 2, 3] and len(seen) == 1
+        # In another order, and with an input that has changed in between: slower, never stale.
+        assert [int(part(z)[0, 0]) for part, z in ((third, x), (first, y), (second, x), (third, y))] == [3, 5, 2, 15]
+
+    def test_siblings_with_one_input_are_found_and_the_rest_stand_alone(self) -> None:
+        model = tiny("llama")
+        model.model.layers[1].mlp.up_proj.forward = lambda x: x  # somebody else's
+        groups = list(together(model, lambda m: m if type(m) is torch.nn.Linear else None))
+        layers = len(model.model.layers)
+        assert sorted(map(len, groups)) == [1] * (2 * layers + 1 + 1) + [2] * (layers - 1) + [3] * layers
+        assert len({layer for group in groups for layer in group}) == 7 * layers + 1 - 1
 
 
 @pytest.mark.skipif(not linear.packing_pays(), reason="this processor multiplies bfloat16 itself")
 class TestPackedLinears:
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    @pytest.mark.parametrize("bug", [None, "parts exchanged"])
+    def test_packs_of_several_layers_give_the_models_own_logits(
+        self, architecture: str, bug: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(linear, "_SMALLEST", 1)
+        if bug:
+            parts = Joint.parts.fget
+            monkeypatch.setattr(
+                Joint, "parts", property(lambda self: [*parts(self)[:-2], parts(self)[-1], parts(self)[-2]])
+            )
+        model = tiny(architecture)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+        target = HFTarget(model)
+        worst = worst_difference(target, TOKENS)
+        assert worst < 1e-5 if bug is None or architecture == "phi3" else worst > 1e-3
+        assert target._packed.count > 4
+
+    def test_a_group_that_cannot_be_packed_leaves_its_other_layers_packed(self) -> None:
+        model = tiny("llama")
+        attention = model.model.layers[0].self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            layer = torch.nn.Linear(400, 300, bias=name == "k_proj")
+            layer.weight.data = layer.weight.data.bfloat16().float()
+            setattr(attention, name, layer)
+        x = torch.randn(1, 400)
+        layers = attention.q_proj, attention.k_proj, attention.v_proj
+        expected = [layer(x) for layer in layers]
+        packs = linear.PackedLinears(attention)
+        with packs.in_use():
+            torch.testing.assert_close([layer(x) for layer in layers], expected, rtol=1e-4, atol=1e-4)
+        assert packs.count == 3 and len(packs._packed) == 2  # together; and the one that is too small
+        with torch.no_grad():
+            attention.q_proj.weight.normal_()  # float16 does not hold it
+        with packs.in_use():
+            assert "forward" not in vars(attention.q_proj) and "forward" in vars(attention.k_proj)
+        assert packs.count == 2
+
     def test_a_pack_is_the_product(self) -> None:
         weight = torch.randn(300, 400).bfloat16()
         product = linear.pack(weight)

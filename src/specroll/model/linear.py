@@ -9,7 +9,7 @@ rounding of float32's own accumulation: every bfloat16 weight of ordinary size. 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from weakref import WeakKeyDictionary, ref
@@ -17,7 +17,11 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-Product = Callable[[Tensor], Tensor]
+from specroll.model.adapter import plain_lora
+from specroll.model.joint import Joint, Product, together
+
+_Group = tuple[nn.Linear, ...]
+_Stamp = tuple[tuple[int, int], ...]
 
 _UNDERFLOW = 2.0**-25  # half of float16's smallest step: the error of a weight too small for it
 _SMALLEST = 1 << 16  # fewer weights than this are not worth a pack
@@ -65,45 +69,74 @@ class PackedLinears:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)  # weak, or a model whose packs are shared could never be freed
-        self._packed: dict[nn.Linear, tuple[tuple[int, int], Product | None]] = {}
+        self._packed: dict[_Group, tuple[_Stamp, Product | None]] = {}
 
-    def _linears(self) -> list[nn.Linear]:
-        """The model's present linear layers; packs of others, such as a removed adapter's, are dropped."""
-        model = self._model()
-        if model is None or not packing_pays():
-            return []
-        linears = [m for m in model.modules() if type(m) is nn.Linear]
-        self._packed = {linear: self._packed[linear] for linear in linears if linear in self._packed}
-        return linears
-
-    def _product(self, linear: nn.Linear) -> Product | None:
-        weight = linear.weight
-        # Inference tensors carry no version counter; such a weight cannot be trained either.
-        stamp = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-        known = self._packed.get(linear)
+    def _product(self, group: _Group) -> Product | None:
+        stamp = tuple(_stamp(linear.weight) for linear in group)
+        known = self._packed.get(group)
         if known is None or known[0] != stamp:
-            known = (stamp, pack(weight, linear.bias))
-            self._packed[linear] = known
+            self._packed.pop(group, None)  # never hold the old pack beside the new
+            known = (stamp, _pack_together(group))
+        self._packed[group] = known
         return known[1]
+
+    def _swaps(self, group: _Group) -> Iterator[tuple[nn.Linear, Product]]:
+        product = self._product(group)
+        if product is not None:
+            sizes = [linear.out_features for linear in group]
+            yield from zip(group, [product] if len(group) == 1 else Joint(product, sizes).parts, strict=True)
+        elif len(group) > 1:
+            for linear in group:
+                yield from self._swaps((linear,))
 
     @property
     def count(self) -> int:
         """Layers that have a pack (0 before the first rollout)."""
-        return sum(product is not None for _, product in self._packed.values())
+        return sum(len(group) for group, (_, product) in self._packed.items() if product is not None)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """For the length of the block, the model's linear layers run through their packs."""
+        model = self._model()
+        groups = list(together(model, _linear)) if model is not None and packing_pays() else []
+        # Packs of layers that are no longer there, such as a removed adapter's, are dropped.
+        present = set(groups) | {(linear,) for group in groups for linear in group}
+        self._packed = {group: pack for group, pack in self._packed.items() if group in present}
         swapped = []
         try:
-            for linear in self._linears():
-                if "forward" not in vars(linear) and (product := self._product(linear)) is not None:
+            for group in groups:
+                for linear, product in self._swaps(group):
                     linear.forward = product  # type: ignore[method-assign]
                     swapped.append(linear)
             yield
         finally:
             for linear in swapped:
                 del linear.forward
+
+
+def _linear(module: nn.Module) -> nn.Linear | None:
+    """The plain linear layer that the module is, or that its adapter wraps."""
+    layer = getattr(plain_lora(module), "base_layer", module)
+    return layer if type(layer) is nn.Linear and "forward" not in vars(layer) else None
+
+
+def _pack_together(group: _Group) -> Product | None:
+    if len({linear.in_features for linear in group}) > 1:
+        return None
+    weight = torch.cat([linear.weight.detach() for linear in group]) if len(group) > 1 else group[0].weight
+    biases = [linear.bias for linear in group]
+    if all(bias is None for bias in biases):
+        return pack(weight)
+    zeros = weight.new_zeros
+    return pack(
+        weight,
+        torch.cat([zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in group]),
+    )
+
+
+def _stamp(weight: Tensor) -> tuple[int, int]:
+    # Inference tensors carry no version counter; such a weight cannot be trained either.
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 _PACKED: WeakKeyDictionary[nn.Module, PackedLinears] = WeakKeyDictionary()

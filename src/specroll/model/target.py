@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specroll.model.adapter import lora_in_use
 from specroll.model.attention import NAME, Pass, PromptPass, TreePass
 from specroll.model.cache import CacheShape, SlotCache
 from specroll.model.linear import PackedLinears
@@ -100,7 +101,7 @@ class HFTarget:
         try:
             self.model.eval()
             self.config._attn_implementation = NAME
-            with torch.inference_mode(), self._packed.in_use():
+            with torch.inference_mode(), self._packed.in_use(), lora_in_use(self.causal):
                 yield
         finally:
             self.config._attn_implementation = attention
