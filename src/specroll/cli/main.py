@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("specroll.cli.generate", "Sample from a model, with speculation if heads are given"),
     "check": ("specroll.cli.check", "Prove on your model that speculation changes no token"),
     "heads fit": ("specroll.cli.heads", "Fit future-token heads to a model's own samples"),
+    "profile": ("specroll.cli.profile", "Show where a round's time goes, and what further rows of a pass cost"),
     "bench rollout": ("specroll.cli.bench", "Time transformers, the plain loop and speculation on the same work"),
 }
 

@@ -16,7 +16,7 @@ from specroll.budget import CurveKey, LatencyCurve, load_or_measure, measure, ro
 from specroll.model.target import HFTarget
 from specroll.sampling import draw
 from specroll.tree.grow import grow
-from specroll.types import Features, Proposer, SamplingParams, Tree
+from specroll.types import Features, Proposer, SamplingParams, TargetOutput, Tree
 
 _MOST_ROWS = 128
 _ROWS_PER_TREE = 4
@@ -61,20 +61,36 @@ def _least_propose(target: HFTarget, proposer: Proposer, sampling: SamplingParam
     return statistics.median(times[1:])  # the first one prepares weights
 
 
+def chain_pass(target: HFTarget, *, running: int, size: int) -> Callable[[], TargetOutput]:
+    """One pass over made-up trees that are chains of `size` rows, behind prefixes of some context."""
+    assert target.cache is not None
+    device = target.device
+    context = min(_CONTEXT, target.cache.length - size)
+    slot = torch.arange(size, device=device).repeat(running)
+    sequence = torch.arange(running, device=device).repeat_interleave(size)
+    parent = sequence * size + (slot - 1).clamp(min=0)
+    chain = Tree(slot % target.vocab_size, parent, slot, sequence, slot, slot * 0, size, size - 1)
+    length = torch.full((running,), context, device=device)
+
+    def run() -> TargetOutput:
+        out = target.forward_tree(chain, length, context)
+        _wait(device)
+        return out
+
+    return run
+
+
 def _pass(target: HFTarget, sampling: SamplingParams) -> Callable[[int], None]:
+    """A pass over so many rows and its draws, as a round makes them."""
     assert target.cache is not None
     slots, length = target.cache.slots, target.cache.length
 
     def run(rows: int) -> None:
         running = min(slots, max(1, rows // _ROWS_PER_TREE))
         size = min(rows // running, length)
-        context = min(_CONTEXT, length - size)
-        slot = torch.arange(size, device=target.device).repeat(running)
-        sequence = torch.arange(running, device=target.device).repeat_interleave(size)
-        parent = sequence * size + (slot - 1).clamp(min=0)
-        chain = Tree(slot % target.vocab_size, parent, slot, sequence, slot, slot * 0, size, size - 1)
-        out = target.forward_tree(chain, torch.full((running,), context, device=target.device), context)
-        draw(out.logits_NV, sampling, sequence, slot)
+        out = chain_pass(target, running=running, size=size)()
+        index = torch.arange(running * size, device=target.device)
+        draw(out.logits_NV, sampling, index, index)
         _wait(target.device)
 
     return run
