@@ -38,16 +38,27 @@ class RunFolder:
     def start(self, config: Mapping[str, Any], *, resume: bool = False) -> None:
         """Make the folder and write `config.json`.
 
-        Raises `FileExistsError` where a run has left records already, unless it is resumed.
+        Raises `FileExistsError` where a run has left records already, unless it is resumed, and where `config.json` is
+        of something else, such as a model.
         """
         if self.path.is_file():
             raise NotADirectoryError(f"{self.path} is a file; name a folder for the run")
         if not resume and self.metrics_path.exists() and self.metrics_path.stat().st_size:
             raise FileExistsError(f"{self.path} holds the records of another run; choose another folder, or resume it")
+        if not resume and self.config_path.exists() and not self._is_of_a_run(config):
+            raise FileExistsError(f"{self.config_path} is not of a run; choose another folder, or move the file away")
         self.path.mkdir(parents=True, exist_ok=True)
         for lines in (self.metrics_path, self.rounds_path):
             _mend(lines)
         _write_json(self.config_path, config)
+
+    def _is_of_a_run(self, config: Mapping[str, Any]) -> bool:
+        """Whether `config.json` holds what a run is asked for, as one leaves it that ended before its first step."""
+        try:
+            left = self.config()
+        except ValueError:
+            return False
+        return isinstance(left, dict) and left.keys() == config.keys()
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one training step."""

@@ -45,11 +45,11 @@ def test_looking_makes_nothing_and_rounds_are_optional(tmp_path: Path, folder: R
 
 
 def test_a_second_run_needs_another_folder_or_a_resume(folder: RunFolder) -> None:
-    folder.start({"steps": 4})  # nothing recorded yet
+    folder.start({"model": "b", "steps": 4})  # nothing recorded yet
     folder.add_metrics(1, {})
     with pytest.raises(FileExistsError, match="choose another folder, or resume"):
         folder.start({"steps": 5})
-    assert folder.config() == {"steps": 4}
+    assert folder.config() == {"model": "b", "steps": 4}
     folder.start({"steps": 5}, resume=True)
     assert folder.config() == {"steps": 5}
     assert folder.metrics() == [{"step": 1}]
@@ -125,3 +125,14 @@ def test_records_survive_a_kill(folder: RunFolder) -> None:
         child.stdout.readline()
         os.kill(child.pid, signal.SIGKILL)
     assert read_jsonl(folder.metrics_path) == [{"step": 1}]
+
+
+@pytest.mark.parametrize("text", ["{", '{"architectures": ["LlamaForCausalLM"]}'])
+def test_the_config_of_something_else_is_not_overwritten(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(FileExistsError, match="not of a run"):
+        RunFolder(tmp_path).start({"steps": 3})
+    assert (tmp_path / "config.json").read_text() == text
+    (tmp_path / "config.json").unlink()
+    RunFolder(tmp_path).start({"steps": 3})
+    RunFolder(tmp_path).start({"steps": 4})  # of a run that ended before its first step
