@@ -28,7 +28,7 @@ ROUNDS = 2048
 KL_POSITIONS = 1024
 CHUNK_LOGITS = 1 << 22
 """Logits held at once."""
-SHARPNESSES = (1.0, 1.25, 1.5, 1.75, 2.0)
+SHARPNESSES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5)
 
 
 class Judge:
