@@ -15,7 +15,7 @@ class Replay:
     `wrong_after[sample]`: from that many emitted tokens on, the continuation proposed for the sample is wrong as well.
     """
 
-    name, version = "replay", 0
+    name, version, fitted = "replay", 0, False
 
     def __init__(
         self,

@@ -174,6 +174,11 @@ class Proposer(Protocol):
     version: int
     horizons: int
 
+    @property
+    def fitted(self) -> bool:
+        """Whether it was fitted to the policy's own samples: then it is tried at once, and else a little at first."""
+        ...
+
     def propose(self, features: Features) -> Draft: ...
 
     def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None: ...

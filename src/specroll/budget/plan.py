@@ -34,6 +34,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from specroll.budget.surface import LatencyCurve
 from specroll.config import BudgetConfig
@@ -41,8 +42,9 @@ from specroll.config import BudgetConfig
 _START_ABOVE, _STOP_BELOW = 1.03, 1.0  # predicted speed over plain decoding: the gap keeps it from fluttering
 _TRIAL, _TRIAL_BELOW = 4, 0.8  # one round's luck does not end what has hardly begun, unless it is hopeless
 _PRIOR_GAIN = 0.3  # first node's hit probability before anything is known: modest, as of weak heads
-_HOPED_GAIN = 0.6  # the same for a good proposer: where even this would not pay, a probe could change nothing
+_HOPED_GAIN = 0.6  # the same of a fitted proposer; where even this would not pay, a probe could change nothing
 _UNKNOWN_NODES = 4  # most nodes of a round while little is known, and of a probe
+_PARTS = 4  # of the ranked nodes of S sequences, the first S are the best, and their first quarter far better
 _KNOWN_AFTER = 8  # observed sequence-rounds
 _MEMORY = 48.0  # sequence-rounds after which an observation counts 1/e ..
 _LEAST_KEPT = 0.75  # .. but one round never displaces more than a quarter: its sequences are not independent
@@ -104,9 +106,16 @@ class Planner:
     """
 
     def __init__(
-        self, config: BudgetConfig, curve: LatencyCurve | None, propose_seconds: float | Callable[[int], float]
+        self,
+        config: BudgetConfig,
+        curve: LatencyCurve | None,
+        propose_seconds: float | Callable[[int], float],
+        *,
+        fitted: bool = False,
     ) -> None:
         """`propose_seconds`: what proposing and growing add to a round; one number, or a function of S.
+
+        `fitted`: the proposer knows the policy, so it is expected to be good until it shows what it is.
 
         Raises ValueError without a curve, unless `config.fixed_nodes` makes planning unnecessary.
         """
@@ -120,7 +129,9 @@ class Planner:
         self._capacity = curve.capacity() if curve is not None else 0
         # Promised and kept: the mean of `_trust` is accepted tokens per promised one. The prior is worth two.
         self._trust = _Average(2.0, 2.0)
+        # Accepted tokens of a node by its rank among those of all sequences: the first S / 4 of them, the next, ..
         self._gains: list[_Average] = []
+        self._first_gain = _HOPED_GAIN if fitted else _PRIOR_GAIN
         self._seen = 0
         self._speculating, self._turns = False, 0  # rounds since it was switched on
         self._debt = 0.0
@@ -249,42 +260,49 @@ class Planner:
         keep = max(math.exp(-running / _MEMORY), _LEAST_KEPT)
         self._seen += running
         self._trust.add(accepted, promised, keep)
-        # The i-th node of an average sequence: the mean of the i-th S ranked ones.
-        shares = [gain[i : i + running] for i in range(0, len(gain), running)]
-        self._gains += [_Average() for _ in range(len(shares) - len(self._gains))]
-        for average, share in zip(self._gains, shares, strict=False):
-            average.add(sum(share), running, keep)
+        total = [0.0, *accumulate(gain)]  # of the best 0, 1, .. nodes
+        ends = [_at(total, i * running / _PARTS) for i in range(len(gain) * _PARTS // running + 1)]
+        self._gains += [_Average() for _ in range(len(ends) - 1 - len(self._gains))]
+        for average, (low, high) in zip(self._gains, pairwise(ends), strict=False):
+            average.add(high - low, running / _PARTS, keep)
 
     def _probe(self, running: int) -> int:
         if self._plain_rounds < self._probe_every or self._debt > 0:
             return 0
         most = running * min(_UNKNOWN_NODES, self.paper_nodes(running))
-        best, speed = self._best(running, lambda i: _HOPED_GAIN / i, most)
+        best, speed = self._best(running, lambda part: _HOPED_GAIN / (1 + part // _PARTS), most)
         return best if speed > _START_ABOVE else 0
 
     def _best(self, running: int, gain: Callable[[int], float], most: int) -> tuple[int, float]:
         """The total of most tokens per second, and its speed over plain decoding.
 
-        `gain(i)` is that of an average sequence's i-th node.
+        `gain(i)` is that of a node in the i-th part, from 0, of the ranked nodes (`_gains`).
         """
         plain_seconds = self._plain_seconds(running)
+        parts = -(-most * _PARTS // running)
+        total = [0.0, *accumulate(gain(i) / _PARTS for i in range(parts))]  # of a sequence, by parts
         best, speed = 0, 0.0
-        accepted, counted = 0.0, 0
         for size in _sizes(most):
-            accepted += sum(gain(1 + i // running) for i in range(counted, size))
-            counted = size
+            tokens = 1 + _at(total, size * _PARTS / running)
             seconds = self._seconds(running, size)
-            if (1 + accepted / running) * plain_seconds / seconds > speed:
-                best, speed = size, (1 + accepted / running) * plain_seconds / seconds
+            if tokens * plain_seconds / seconds > speed:
+                best, speed = size, tokens * plain_seconds / seconds
         return best, speed
 
-    def _expected_gain(self, index: int) -> float:
-        """Expected accepted tokens of the index-th node. Beyond what was seen, gains fall as 1/index (as measured)."""
+    def _expected_gain(self, part: int) -> float:
+        """Expected accepted tokens of a node of a part. Beyond what was seen, gains fall as 1/index (as measured)."""
         known = len(self._gains)
         if known == 0:
-            return _PRIOR_GAIN / index
-        gain = self._gains[index - 1].mean if index <= known else self._gains[-1].mean * known / index
+            return self._first_gain / (1 + part // _PARTS)
+        gain = self._gains[part].mean if part < known else self._gains[-1].mean * known / (part + 1)
         return self._believed * gain
+
+
+def _at(total: Sequence[float], place: float) -> float:
+    """A running total, linear between whole places and constant beyond the last."""
+    whole = min(int(place), len(total) - 1)
+    below = total[whole]
+    return below if whole == len(total) - 1 else below + (place - whole) * (total[whole + 1] - below)
 
 
 @lru_cache

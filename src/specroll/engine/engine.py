@@ -167,7 +167,8 @@ class Engine:
                 planner = Planner(self.budget, None, 0.0)  # nothing to plan
             else:
                 curve = latency_curve(self.target, sampling)
-                planner = Planner(self.budget, curve, propose_seconds(self.target, self.proposer, sampling))
+                seconds = propose_seconds(self.target, self.proposer, sampling)
+                planner = Planner(self.budget, curve, seconds, fitted=self.proposer.fitted)
         elif self._planned[1] != self.proposer.version:
             planner.refreshed()
         self._planner, self._planned = planner, (self.proposer, self.proposer.version)

@@ -94,6 +94,11 @@ class PackedLinears:
         """Layers that have a pack (0 before the first rollout)."""
         return sum(len(group) for group, (_, product) in self._packed.items() if product is not None)
 
+    @property
+    def products(self) -> int:
+        """Packs, of one layer or of several together."""
+        return sum(product is not None for _, product in self._packed.values())
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """For the length of the block, the model's linear layers run through their packs."""

@@ -91,7 +91,7 @@ class HFTarget:
     def cost_signature(self) -> str:
         """What tells two policies of one architecture apart in cost: packed layers, and layers in all (adapters)."""
         layers = sum(1 for m in self.model.modules() if isinstance(m, nn.Linear))
-        return f"{self._packed.count} of {layers} linear layers packed"
+        return f"{self._packed.count} of {layers} linear layers in {self._packed.products} packed products"
 
     @contextmanager
     def rolling_out(self) -> Iterator[None]:

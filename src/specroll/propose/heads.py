@@ -166,6 +166,10 @@ class HeadsProposer:
         self._readout = Readout.of(model, heads.vocabulary_V)
         self._products: _Products | None = None
 
+    @property
+    def fitted(self) -> bool:
+        return self.heads.calibration_2K is not None
+
     def refresh(self) -> None:
         """Take over the model's present lm_head and the heads' present vocabulary and weights: a new version."""
         self._readout = Readout.of(self.model, self.heads.vocabulary_V)

@@ -269,3 +269,22 @@ def test_a_round_that_knows_much_verifies_much() -> None:
     sure = planner.cut(2, [0.9 * 0.97**i for i in range(most)])
     unsure = planner.cut(2, [0.06 * 0.97**i for i in range(most)])
     assert sure > 8 and unsure == 0
+
+
+def test_a_fitted_proposer_is_tried_at_once_and_found_out_soon() -> None:
+    """Four rounds are its trial; one that never hits is left alone after them, at a cost that stays small."""
+
+    def planner(fitted: bool) -> Planner:
+        return Planner(BudgetConfig(max_nodes=8), LatencyCurve((1, 8, 64), (0.04, 0.06, 0.4)), 0.004, fitted=fitted)
+
+    assert planner(True).nodes(4) > planner(False).nodes(4)
+    good, bad = planner(True), planner(True)
+    for made, hits in ((good, True), (bad, False)):
+        plain = 0
+        for _ in range(40):
+            most = made.nodes(4)
+            gain = [0.6 / (1 + i // 4) for i in range(most)]
+            size = made.cut(4, gain) if most else 0
+            plain += not most
+            made.observe(4, gain if most else None, round(sum(gain[:size])) if hits else 0, size)
+        assert plain < 10 if hits else plain > 30
