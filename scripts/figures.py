@@ -113,6 +113,21 @@ def demo() -> str:
     return "\n".join([*lines, "", f"{r['steps']} steps in {r['seconds'] / 60:.0f} minutes. {share}; {gap}."])
 
 
+def profile() -> str:
+    r = _load("profile")
+    rounds = {f"{n} {kind}": ms for n, kinds in r["round_ms"].items() for kind, ms in kinds.items()}
+    parts = {n: ms for n, ms in r["pass_ms"].items()}
+    lines = [*_columns("a round's stage, ms", rounds), "", *_columns("a pass of one row per sequence, ms", parts)]
+    return "\n".join([*lines, "", f"`{r['command']}`, {_machine(r['machine'])}."])
+
+
+def _columns(corner: str, columns: dict[str, dict[str, float]]) -> list[str]:
+    """A table whose columns are named by running sequences."""
+    rows = next(iter(columns.values()))
+    lines = [_row(corner, *columns), _row("---", *["--:"] * len(columns))]
+    return lines + [_row(row.replace("_", " "), *(f"{c[row]:.1f}" for c in columns.values())) for row in rows]
+
+
 def render(text: str) -> str:
     """The page with every block written anew."""
     return BLOCK.sub(lambda m: m[1] + _figure(m[2]) + "\n" + m[3], text)
