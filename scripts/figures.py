@@ -116,8 +116,11 @@ def demo() -> str:
 def profile() -> str:
     r = _load("profile")
     rounds = {f"{n} {kind}": ms for n, kinds in r["round_ms"].items() for kind, ms in kinds.items()}
-    parts = {n: ms for n, ms in r["pass_ms"].items()}
-    lines = [*_columns("a round's stage, ms", rounds), "", *_columns("a pass of one row per sequence, ms", parts)]
+    lines = [
+        *_columns("a round's stage, ms", rounds),
+        "",
+        *_columns("a pass of one row per sequence, ms", r["pass_ms"]),
+    ]
     return "\n".join([*lines, "", f"`{r['command']}`, {_machine(r['machine'])}."])
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from specroll.budget import Planner
 from specroll.config import BudgetConfig, EngineConfig
+from specroll.engine.history import LengthHistory
 from specroll.engine.measure import latency_curve, propose_seconds
 from specroll.engine.step import Hooks, Session
 from specroll.model.cache import check_fits
@@ -73,6 +74,7 @@ class Engine:
         self.config, self.budget = config, budget
         self.eos_ids = frozenset(_eos_ids(self.target, tokenizer) if eos_ids is None else eos_ids)
         self.policy_version = 0
+        self._history = LengthHistory()
         self._planner: Planner | None = None
         self._planned: tuple[Proposer, int] | None = None  # the proposer and its version that the planner knows
 
@@ -113,7 +115,8 @@ class Engine:
                 self.policy_version,
                 self.tokenizer,
             )
-            completions, rounds = session.run(requests, slots)
+            completions, rounds = session.run(requests, slots, self._history.expected)
+        self._history.observe(requests, completions)
         return Rollout(completions, rounds, time.perf_counter() - started)
 
     def _check(self, requests: Sequence[Request]) -> None:

@@ -6,7 +6,7 @@ a round are the first slots of the cache, without holes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -69,14 +69,25 @@ class PromptState:
 
 
 class Scheduler:
-    """Admits requests of equal prompts one after another, in order of first appearance."""
+    """Admits requests of equal prompts one after another, the longest expected groups first.
 
-    def __init__(self, requests: Sequence[Request], slots: int, prefill_tokens: int) -> None:
+    Groups of which equally much is expected keep their order of first appearance.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        slots: int,
+        prefill_tokens: int,
+        expected: Callable[[Request], float] = lambda request: 0.0,
+    ) -> None:
+        """`expected`: tokens that a request's response will probably have."""
         groups: dict[Prompt, list[Running]] = {}
         for i, request in enumerate(requests):
             groups.setdefault(request.prompt_ids, []).append(Running(i, request))
         self._group_size = {prompt: len(group) for prompt, group in groups.items()}
-        self._waiting = [r for group in reversed(groups.values()) for r in reversed(group)]  # the next one is last
+        order = sorted(groups.values(), key=lambda group: -max(expected(r.request) for r in group))
+        self._waiting = [r for group in reversed(order) for r in reversed(group)]  # the next one is last
         self._slots, self._prefill_tokens = slots, prefill_tokens
         self.prompts: dict[Prompt, PromptState] = {}
         self.running: list[Running] = []

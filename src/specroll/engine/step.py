@@ -86,8 +86,10 @@ class Session:
         self.completions: list[Completion | None] = []
         self.rounds: list[RoundStats] = []
 
-    def run(self, requests: Sequence[Request], slots: int) -> tuple[list[Completion], list[RoundStats]]:
-        self.scheduler = Scheduler(requests, slots, self.config.prefill_tokens)
+    def run(
+        self, requests: Sequence[Request], slots: int, expected: Callable[[Request], float]
+    ) -> tuple[list[Completion], list[RoundStats]]:
+        self.scheduler = Scheduler(requests, slots, self.config.prefill_tokens, expected)
         self.completions = [None] * len(requests)
         while self.scheduler:
             watch = Stopwatch()
