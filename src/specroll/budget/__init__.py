@@ -1,6 +1,7 @@
 """The node budget: what a row costs on this device, what a node is worth, and how many of them a round verifies."""
 
 from specroll.budget.plan import Planner
+from specroll.budget.rule import BudgetRule, FixedPlanner, PaperPlanner
 from specroll.budget.surface import (
     BASE_CONTEXT,
     ContextPrice,
@@ -14,9 +15,12 @@ from specroll.budget.surface import (
 
 __all__ = [
     "BASE_CONTEXT",
+    "BudgetRule",
     "ContextPrice",
     "CurveKey",
+    "FixedPlanner",
     "LatencyCurve",
+    "PaperPlanner",
     "Planner",
     "load_or_measure",
     "measure",
