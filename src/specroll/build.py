@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specroll.config import BudgetConfig, EngineConfig
+from specroll.config import BudgetConfig, BudgetRuleName, EngineConfig
 from specroll.engine import Engine
 from specroll.model.load import load_model
 from specroll.propose.heads import FutureHeads, HeadsProposer
@@ -31,6 +31,7 @@ def build_engine(
     *,
     heads: str | Path | FutureHeads | None = None,
     max_nodes: int = BUDGET.max_nodes,
+    rule: BudgetRuleName = BUDGET.rule,
     fixed_nodes: int | None = None,
     max_running: int = ENGINE.max_running,
     dtype: torch.dtype | str = "auto",
@@ -42,6 +43,7 @@ def build_engine(
             `tokenizer` too, if text or stop strings are wanted).
         heads: a folder that `specroll heads fit` wrote, or heads; None decodes without speculation.
         max_nodes: most proposed tokens per sequence and round; how many pay is decided in each round.
+        rule: "optimal" decides that by what pays; "paper" is the published rule, a baseline to compare with.
         fixed_nodes: propose exactly so many in every round, whether it pays or not.
         max_running: sequences decoded together.
         dtype: of a model loaded by name.
@@ -55,7 +57,7 @@ def build_engine(
         model,
         tokenizer,
         config=EngineConfig(max_running=max_running),
-        budget=BudgetConfig(max_nodes=max_nodes, fixed_nodes=fixed_nodes),
+        budget=BudgetConfig(max_nodes=max_nodes, rule=rule, fixed_nodes=fixed_nodes),
     )
     if heads is not None:
         causal = engine.target.causal

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
+
+BudgetRuleName = Literal["optimal", "paper"]
 
 
 def _at_least(least: int, **values: int | None) -> None:
@@ -12,6 +14,11 @@ def _at_least(least: int, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def _known_rule(rule: str) -> None:
+    if rule not in get_args(BudgetRuleName):
+        raise ValueError(f"a budget's rule is one of {', '.join(get_args(BudgetRuleName))}, got {rule!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +50,8 @@ class BudgetConfig:
 
     max_nodes: int = 16
     """Most nodes per sequence (the root is not counted). 0 is plain decoding."""
+    rule: BudgetRuleName = "optimal"
+    """optimal: as many nodes as pay in this round, none included; paper: C_hw / S nodes for every sequence, always."""
     fixed_nodes: int | None = None
     """Verify exactly so many nodes per sequence in every round, whether it pays or not (for measurements)."""
     ranking: Literal["noise", "probability"] = "noise"
@@ -50,6 +59,7 @@ class BudgetConfig:
 
     def __post_init__(self) -> None:
         _at_least(0, max_nodes=self.max_nodes, fixed_nodes=self.fixed_nodes)
+        _known_rule(self.rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +98,8 @@ class TrainConfig:
     """learn: untrained heads that learn from the first rollouts; none: no speculation; or a folder of fitted heads."""
     max_nodes: int = 16
     """Most tokens proposed per response and round."""
+    budget: BudgetRuleName = "optimal"
+    """How many of them are verified: optimal, as many as pay in each round; paper, the published rule (a baseline)."""
     save_every: int = 20
     """Steps between checkpoints."""
     output: Path | None = None
@@ -108,6 +120,7 @@ class TrainConfig:
             micro_batch=self.micro_batch,
         )
         _at_least(0, lora_rank=self.lora_rank, max_nodes=self.max_nodes, seed=self.seed)
+        _known_rule(self.budget)
         if self.num_generations < 2:
             raise ValueError("num_generations must be at least 2: GRPO compares the responses of a group")
         if self.seed >= 1 << 32:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from replay import Replay
 
-from specroll.budget import Planner
+from specroll.budget import FixedPlanner
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine
 from specroll.engine.scheduler import Running
@@ -88,8 +88,8 @@ def test_trees_of_unequal_size_change_no_token(architecture: str, monkeypatch: p
     model = tiny(architecture)
     plain = Engine(model).generate(requests(), SAMPLING)
     totals = random.Random(0)
-    monkeypatch.setattr(Planner, "nodes", lambda self, running: 4 * running)
-    monkeypatch.setattr(Planner, "cut", lambda self, running, gain: totals.randrange(len(gain) + 1))
+    monkeypatch.setattr(FixedPlanner, "nodes", lambda self, running, context: 4 * running)
+    monkeypatch.setattr(FixedPlanner, "cut", lambda self, running, gain: totals.randrange(len(gain) + 1))
     for proposer in (perturbed_heads(model), replay_of(plain.completions, wrong_after={100: 3, 102: 6})):
         engine = Engine(model, proposer=proposer, budget=BudgetConfig(fixed_nodes=9))
         rollout = engine.generate(requests(), SAMPLING)

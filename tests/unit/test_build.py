@@ -60,6 +60,7 @@ def test_what_is_no_request_is_named() -> None:
         (lambda: TrainConfig(learning_rate=float("nan")), "learning_rate must be"),
         (lambda: TrainConfig(beta=-1.0), "beta must be"),
         (lambda: TrainConfig(top_p=5.0), "top_p must be"),
+        (lambda: TrainConfig(budget="best"), "rule is one of optimal, paper"),  # type: ignore[arg-type]
         (lambda: TrainConfig(seed=-1), "seed must be"),
         (lambda: TrainConfig(demo=True, task="mine.jsonl"), "held-out"),
         (lambda: TrainConfig(steps="x"), "steps must be a whole number"),  # type: ignore[arg-type]

@@ -7,22 +7,23 @@ nodes in all,
 
     (S + accepted(M)) / (T_propose(S) + T(S + M))      against plain decoding's   S / T(S),
 
-with T measured (surface.py) and accepted(M) = trust * (gain_1 + .. + gain_M): what the proposer's hit probabilities
-promise, times the share of its promises that came true lately. It is decided twice. Before anything is proposed
-(`nodes`) the average gains of past rounds say whether speculation pays at all, and at what rate of tokens per second.
-Once this round's candidates are ranked over all sequences (`cut`), a node is verified if its own gain is worth more
-than the time it takes at that rate: rounds that know much verify much, and a sure sequence gets what an unsure one
-does not. Gains hardly depend on S and cost does, so what was learned with many running sequences serves when few are
-left: speculation starts when it begins to pay. For the bound to cost no speed, C_hw is the knee of the cost per row
-(`LatencyCurve.capacity`): past it further rows cost nearly their full price, and only near-certain nodes could pay it.
+with T measured at the present context (surface.py) and accepted(M) = trust * (gain_1 + .. + gain_M): what the
+proposer's hit probabilities promise, times the share of its promises that came true lately. It is decided twice. Before
+anything is proposed (`nodes`) the average gains of past rounds say whether speculation pays at all, and at what rate of
+tokens per second. Once this round's candidates are ranked over all sequences (`cut`), a node is verified if its own
+gain is worth more than the time it takes at that rate: rounds that know much verify much, and a sure sequence gets what
+an unsure one does not. Gains hardly depend on S and cost does, so what was learned with many running sequences serves
+when few are left: speculation starts when it begins to pay. For the bound to cost no speed, C_hw is the knee of the
+cost per row (`LatencyCurve.capacity`): past it further rows cost nearly their full price, and only near-certain nodes
+could pay it.
 
 When nothing pays, the proposer is not called, and a round is a plain one. Now and then a small round probes whether
 that has changed; failed probes grow rarer, and a probe that paid is repeated at once. What probes and misplaced trust
 have cost is booked as debt, which plain rounds pay off at 2 % of their time, and no probe is made before it is paid.
 
-The curve was measured at one moment and context, so the rounds' own times correct it: a plain and a speculative round
-of equal S, one right after the other, say by how much the predicted price of speculation is off. A machine that is
-slower today slows both and changes nothing. While speculation is on, a plain round is run now and then for this
+The curve was measured at one moment, on made-up trees, so the rounds' own times correct it: a plain and a speculative
+round of equal S, one right after the other, say by how much the predicted price of speculation is off. A machine that
+is slower today slows both and changes nothing. While speculation is on, a plain round is run now and then for this
 comparison.
 
 Plain numbers on the host; nothing here touches a tensor.
@@ -36,7 +37,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from specroll.budget.surface import LatencyCurve
+from specroll.budget.surface import BASE_CONTEXT, LatencyCurve
 from specroll.config import BudgetConfig
 
 _START_ABOVE, _STOP_BELOW = 1.03, 1.0  # predicted speed over plain decoding: the gap keeps it from fluttering
@@ -99,16 +100,15 @@ class _Price:
 
 
 class Planner:
-    """Chooses each round's nodes from a latency curve and from what the proposer's promises turned out to be worth.
+    """The rule that chooses from a latency curve and from what the proposer's promises turned out to be worth.
 
-    One planner belongs to one proposer, and outlives rollouts. Per round: `nodes(S)`, then `cut(S, ..)` if it allowed
-    any, then `observe(..)`, for plain rounds too.
+    Its methods are those of `rule.BudgetRule`.
     """
 
     def __init__(
         self,
         config: BudgetConfig,
-        curve: LatencyCurve | None,
+        curve: LatencyCurve,
         propose_seconds: float | Callable[[int], float],
         *,
         fitted: bool = False,
@@ -116,17 +116,12 @@ class Planner:
         """`propose_seconds`: what proposing and growing add to a round; one number, or a function of S.
 
         `fitted`: the proposer knows the policy, so it is expected to be good until it shows what it is.
-
-        Raises ValueError without a curve, unless `config.fixed_nodes` makes planning unnecessary.
         """
-        if curve is None and config.fixed_nodes is None:
-            raise ValueError("a planner needs a measured latency curve: measure one, or set fixed_nodes")
-        self._fixed = config.fixed_nodes
-        self.each = config.max_nodes if config.fixed_nodes is None else config.fixed_nodes
-        """Most nodes of one sequence."""
+        self.each = config.max_nodes
         self._curve = curve
+        self._context: float = BASE_CONTEXT
         self._propose = propose_seconds if callable(propose_seconds) else lambda running: propose_seconds
-        self._capacity = curve.capacity() if curve is not None else 0
+        self._capacity = curve.capacity()
         # Promised and kept: the mean of `_trust` is accepted tokens per promised one. The prior is worth two.
         self._trust = _Average(2.0, 2.0)
         # Accepted tokens of a node by its rank among those of all sequences: the first S / 4 of them, the next, ..
@@ -141,13 +136,11 @@ class Planner:
         self._rate: float | None = None  # tokens per second of this speculative round; None: nothing to choose
 
     def paper_nodes(self, running: int) -> int:
-        """The published concurrency rule, clip(C_hw / S, 0, max_nodes): a sequence's share of the bound on a round."""
+        """A sequence's share of the bound on a round: clip(C_hw / S, 0, max_nodes), see `rule.PaperPlanner`."""
         return min(self._capacity // running, self.each)
 
-    def nodes(self, running: int) -> int:
-        """Most nodes of the coming round, all `running` sequences together; 0 is a plain round."""
-        if self._fixed is not None:
-            return self._fixed * running
+    def nodes(self, running: int, context: float = BASE_CONTEXT) -> int:
+        self._context = context
         most = running * min(self.paper_nodes(running), self.each if self._seen >= _KNOWN_AFTER else _UNKNOWN_NODES)
         _, speed = self._best(running, self._expected_gain, most)
         if not self._speculating and speed > _START_ABOVE:
@@ -165,11 +158,8 @@ class Planner:
         return most
 
     def cut(self, running: int, gain: Sequence[float]) -> int:
-        """How many of the round's ranked nodes to verify; `gain` holds their path probabilities in descending order.
-
-        Proposing has been paid for by now, so what counts is the next node's worth against its time, at the rate of
-        tokens per second that `nodes` expects.
-        """
+        # Proposing has been paid for by now, so what counts is the next node's worth against its time, at the rate of
+        # tokens per second that `nodes` expects.
         if self._rate is None:
             return len(gain)
         trust = self._believed
@@ -184,25 +174,8 @@ class Planner:
         return best
 
     def observe(
-        self,
-        running: int,
-        gain: Sequence[float] | None,
-        accepted: int,
-        proposed: int,
-        seconds: float | None = None,
+        self, running: int, gain: Sequence[float] | None, accepted: int, proposed: int, seconds: float | None = None
     ) -> None:
-        """Learn from a finished round.
-
-        Args:
-            running: sequences of the round.
-            gain: path probabilities of the ranked nodes (`Ranked.gain`), of which the first were verified; None where
-                nothing was proposed.
-            accepted: accepted nodes, all sequences together.
-            proposed: verified nodes, all sequences together.
-            seconds: what the round took, proposing included; None if it was not timed.
-        """
-        if self._curve is None or self._fixed is not None:
-            return
         plain_seconds = self._plain_seconds(running)
         if seconds is not None:
             self._compare(running, gain is not None, proposed, seconds)
@@ -222,15 +195,14 @@ class Planner:
             self._plain_rounds = self._probe_every if paid else 0
 
     def refreshed(self) -> None:
-        """The proposer has been trained: what is known of it counts little now, and a probe may follow at once."""
+        """What is known of the proposer counts little now, and a probe may follow at once."""
         self._probe_every = self._plain_rounds = _PROBE_EVERY
         for average in (self._trust, *self._gains):
             average.fade(0.0, 1.0)
 
     def _compare(self, running: int, speculative: bool, proposed: int, seconds: float) -> None:
         """Correct the price of speculation where this round and the one before were of equal S and of both kinds."""
-        assert self._curve is not None
-        predicted = self._curve(running + proposed) + (self._propose(running) if speculative else 0.0)
+        predicted = self._pass_seconds(running, proposed) + (self._propose(running) if speculative else 0.0)
         now = (running, speculative, seconds / predicted)
         before, self._last = self._last, now
         price = self._price(running)
@@ -241,14 +213,15 @@ class Planner:
     def _price(self, running: int) -> _Price:
         return self._prices.setdefault(running.bit_length(), _Price())
 
+    def _pass_seconds(self, running: int, proposed: int) -> float:
+        return self._curve(running + proposed, running, self._context)
+
     def _plain_seconds(self, running: int) -> float:
-        assert self._curve is not None
-        return self._curve(running)
+        return self._pass_seconds(running, 0)
 
     def _seconds(self, running: int, proposed: int) -> float:
         """Expected seconds of a speculative round, in units of the curve's own plain rounds."""
-        assert self._curve is not None
-        predicted = self._propose(running) + self._curve(running + proposed)
+        predicted = self._propose(running) + self._pass_seconds(running, proposed)
         return predicted * math.exp(self._price(running).log_bias.mean)
 
     @property

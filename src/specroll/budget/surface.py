@@ -1,4 +1,4 @@
-"""What a forward pass costs on this device, as a function of its packed rows: measured once, kept in the user's cache.
+"""What a forward pass costs on this device, by rows, sequences and context: measured once, kept in the user's cache.
 
 Knows nothing of models: the caller hands in a function that runs one pass, and a key that names what was measured.
 """
@@ -14,14 +14,18 @@ import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 from specroll.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
+BASE_CONTEXT = 128
+"""Tokens behind every root in the measurement over rows. Shorter contexts are taken to cost the same."""
 _FORESIGHT = 8
+_VERSION = 2  # of the cache file: another one is measured anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +40,32 @@ class CurveKey:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextPrice:
+    """Seconds that one more token of context adds to a pass. Raises ValueError for a price that is no such number.
+
+    A sequence's keys and values are read once for all of its rows, and every row is multiplied with them: the first
+    price dominates where memory is the limit, and it is the same for a plain and a speculative round.
+    """
+
+    per_sequence: float = 0.0
+    per_row: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(price) and price >= 0 for price in (self.per_sequence, self.per_row)):
+            raise ValueError(f"a price of context must be finite and >= 0, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
 class LatencyCurve:
     """Seconds of one pass over so many packed rows. `rows` ascends strictly, `seconds` never falls.
 
-    Raises ValueError for points that are no such curve.
+    The points hold for a context of `BASE_CONTEXT` tokens; `context` is the price of more. Raises ValueError for points
+    that are no such curve.
     """
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
+    context: ContextPrice = ContextPrice()
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
@@ -54,8 +76,15 @@ class LatencyCurve:
         if not (ascending and rising and finite):
             raise ValueError(f"a latency curve needs ascending rows and positive times that never fall, got {self}")
 
-    def __call__(self, rows: float) -> float:
-        """Seconds of a pass over `rows` rows, linear between the measured points and beyond the last one."""
+    def __call__(self, rows: float, running: int = 0, context: float = BASE_CONTEXT) -> float:
+        """Seconds of a pass over `rows` rows of `running` sequences with `context` tokens behind each root.
+
+        Linear between the measured numbers of rows and beyond the last one, and linear in the context.
+        """
+        more = max(0.0, context - BASE_CONTEXT)
+        return self._at_base(rows) + more * (self.context.per_sequence * running + self.context.per_row * rows)
+
+    def _at_base(self, rows: float) -> float:
         at = bisect_left(self.rows, rows)
         if at == 0:
             return self.seconds[0]
@@ -79,7 +108,7 @@ class LatencyCurve:
         A row is cheap while it shares the price of reading the weights, that is while seconds *per row* still fall.
         This is the knee: the fewest rows whose cost per row is within `tolerance` of the price of one more row among
         many. (The other usual reading, rows that together cost at most so much more than one row, forbids rows that are
-        half free and pay.) At most 8 times the measured rows, as no measurement speaks for more.
+        half free and pay.) At most 8 times the measured rows, as no measurement speaks for more. Of the base context.
         """
         cheapest = min(seconds / rows for rows, seconds in zip(self.rows, self.seconds, strict=True))
         limit = (1 + tolerance) * min(cheapest, self._last_slope())
@@ -102,27 +131,73 @@ def measure(
 ) -> LatencyCurve:
     """Time `forward(n)` for every n of `rows`, which must return only when the device is done.
 
-    The repeats are interleaved, so that a slow moment of the machine touches all points alike, and each point is the
-    median of its repeats: the fastest ones would show a memory that nobody else uses, where further rows look dear. One
-    pass of each is not counted. Repeats end early, after three at the least, when the time is up. No point is cheaper
-    than one with fewer rows.
+    Each point is the median of its repeats: the fastest ones would show a memory that nobody else uses, where further
+    rows look dear. No point is cheaper than one with fewer rows. For repeats and `seconds_at_most` see `_times`.
     """
     grid = sorted(set(rows))
-    times: dict[int, list[float]] = {n: [] for n in grid}
+    times = _times([partial(forward, n) for n in grid], repeats, seconds_at_most)
+    seconds: list[float] = []
+    for of_point in times:
+        seconds.append(max(statistics.median(of_point), seconds[-1] if seconds else 0.0))
+    return LatencyCurve(tuple(grid), tuple(seconds))
+
+
+def measure_context(
+    forward: Callable[[int, int, int], None],
+    points: Sequence[tuple[int, int, int]],
+    repeats: int = 8,
+    seconds_at_most: float = 8.0,
+) -> ContextPrice:
+    """Time `forward(running, rows, context)` at every point, each in turn with the same rows at the base context.
+
+    Two or more points of unequal rows per sequence, with contexts beyond the base; none at all is a price of zero.
+    `forward` must return only when the device is done.
+    """
+    pairs = [(running, rows, at) for running, rows, context in points for at in (BASE_CONTEXT, context)]
+    times = iter(_times([partial(forward, *pair) for pair in pairs], repeats, seconds_at_most))
+    found = []
+    for (running, rows, context), near, far in zip(points, times, times, strict=False):
+        added = statistics.median(b - a for a, b in zip(near, far, strict=True))  # neighbours in time
+        found.append((running, rows, added / (context - BASE_CONTEXT)))
+    return _fit(found)
+
+
+def _fit(points: Sequence[tuple[int, int, float]]) -> ContextPrice:
+    """The prices nearest to (running, rows, seconds per token of context), per row, as big passes would outweigh all.
+
+    Least squares of seconds / rows = per_row + per_sequence * running / rows; where noise makes one negative it is
+    zero, and the other alone explains the points.
+    """
+    if not points:
+        return ContextPrice()
+    shares = [running / rows for running, rows, _ in points]
+    costs = [seconds / rows for _, rows, seconds in points]
+    per_sequence, per_row = statistics.linear_regression(shares, costs)
+    if per_row < 0:
+        per_sequence, per_row = statistics.linear_regression(shares, costs, proportional=True)
+    elif per_sequence < 0:
+        per_sequence, per_row = 0.0, statistics.mean(costs)
+    return ContextPrice(max(0.0, per_sequence), max(0.0, per_row))
+
+
+def _times(runs: Sequence[Callable[[], None]], repeats: int, seconds_at_most: float) -> list[list[float]]:
+    """Seconds of every run in every repeat.
+
+    The repeats are interleaved, so that a slow moment of the machine touches all runs alike. One of each is not
+    counted. Repeats end early, after three at the least, when the time is up.
+    """
     began = time.perf_counter()
-    for n in grid:
-        forward(n)
+    for run in runs:
+        run()
+    times: list[list[float]] = [[] for _ in runs]
     for repeat in range(repeats):
         if repeat >= 3 and time.perf_counter() - began > seconds_at_most:
             break
-        for n in grid:
+        for run, of_run in zip(runs, times, strict=True):
             start = time.perf_counter()
-            forward(n)
-            times[n].append(time.perf_counter() - start)
-    seconds: list[float] = []
-    for n in grid:
-        seconds.append(max(statistics.median(times[n]), seconds[-1] if seconds else 0.0))
-    return LatencyCurve(tuple(grid), tuple(seconds))
+            run()
+            of_run.append(time.perf_counter() - start)
+    return times
 
 
 def load_or_measure(key: CurveKey, measure_curve: Callable[[], LatencyCurve]) -> LatencyCurve:
@@ -147,9 +222,10 @@ def _cache_path(key: CurveKey) -> Path:
 def _load(path: Path, key: CurveKey) -> LatencyCurve | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        if record["key"] != asdict(key):
+        if record["key"] != asdict(key) or record.get("version") != _VERSION:
             return None
-        return LatencyCurve(tuple(map(int, record["rows"])), tuple(map(float, record["seconds"])))
+        price = ContextPrice(*(float(record["context"][field.name]) for field in fields(ContextPrice)))
+        return LatencyCurve(tuple(map(int, record["rows"])), tuple(map(float, record["seconds"])), price)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -158,7 +234,7 @@ def _load(path: Path, key: CurveKey) -> LatencyCurve | None:
 
 
 def _store(path: Path, key: CurveKey, curve: LatencyCurve) -> None:
-    record = {"key": asdict(key), "rows": curve.rows, "seconds": curve.seconds}
+    record = {"version": _VERSION, "key": asdict(key), **asdict(curve)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(record).encode())

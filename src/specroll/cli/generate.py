@@ -16,7 +16,7 @@ from specroll.cli.common import (
     refuse_existing,
     summary_line,
 )  # fmt: skip
-from specroll.config import BudgetConfig, EngineConfig
+from specroll.config import BudgetConfig, BudgetRuleName, EngineConfig
 
 if TYPE_CHECKING:
     from specroll.types import Completion, Request
@@ -45,6 +45,8 @@ class Options(ModelOptions, SamplingOptions):
     """Folder of heads fitted to the model (specroll heads fit) [no speculation]."""
     max_nodes: int = BudgetConfig().max_nodes
     """Most tokens proposed per sample and round; how many pay is decided in each round."""
+    budget: BudgetRuleName = BudgetConfig().rule
+    """optimal verifies as many of them as pay in each round; paper is the published rule, a baseline."""
     max_running: int = EngineConfig().max_running
     """Samples decoded together."""
     json: Path | None = None
@@ -68,6 +70,7 @@ def main(options: Options) -> int:
             heads=options.heads,
             dtype=options.dtype,
             max_nodes=options.max_nodes,
+            rule=options.budget,
             max_running=options.max_running,
         )
     requests = make_requests(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specroll.cli.common import ModelOptions, check_at_least, check_writable, quiet_loading
 
 if TYPE_CHECKING:
+    from specroll.budget import LatencyCurve
     from specroll.engine import Engine
 
 
@@ -67,15 +68,16 @@ def main(options: Options) -> int:
         for done, running in enumerate(options.running, 1):
             passes[str(running)] = pass_milliseconds(engines["plain"], running)
             progress("passes", done, len(options.running))
-    surface = _surface(engines)
-    _show(rounds, passes, surface)
+    curve = _curve(engines)
+    _show(rounds, passes, curve)
     if options.json:
         result = {
             "command": "specroll " + " ".join(sys.argv[1:]),
             "machine": machine(model),
             "round_ms": rounds,
             "pass_ms": passes,
-            "surface_s": surface,
+            "surface_s": dict(zip(map(str, curve.rows), curve.seconds, strict=True)),
+            "context_s": asdict(curve.context),
         }
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(f"Written to {options.json}")
@@ -101,19 +103,18 @@ def _rounds(
     return found
 
 
-def _surface(engines: dict[str, Engine]) -> dict[str, float]:
-    """Seconds of a pass and its draws by packed rows, as the budget uses them."""
+def _curve(engines: dict[str, Engine]) -> LatencyCurve:
+    """Seconds of a pass and its draws by packed rows and context, as the budget uses them."""
     from specroll.engine.measure import latency_curve
     from specroll.types import SamplingParams
 
     target = engines["plain"].target
     with target.rolling_out():
-        curve = latency_curve(target, SamplingParams(top_p=0.95))
-    return {str(rows): seconds for rows, seconds in zip(curve.rows, curve.seconds, strict=True)}
+        return latency_curve(target, SamplingParams(top_p=0.95))
 
 
 def _show(
-    rounds: dict[str, dict[str, dict[str, float]]], passes: dict[str, dict[str, float]], surface: dict[str, float]
+    rounds: dict[str, dict[str, dict[str, float]]], passes: dict[str, dict[str, float]], curve: LatencyCurve
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -126,10 +127,11 @@ def _show(
     table.add_column("rows", justify="right")
     table.add_column("ms", justify="right")
     table.add_column("of one row", justify="right")
-    one = next(iter(surface.values()))
-    for rows, seconds in surface.items():
-        table.add_row(rows, f"{1e3 * seconds:.1f}", f"{seconds / one:.2f}")
+    for rows, seconds in zip(curve.rows, curve.seconds, strict=True):
+        table.add_row(str(rows), f"{1e3 * seconds:.1f}", f"{seconds / curve.seconds[0]:.2f}")
     console.print(table)
+    per_sequence, per_row = 1e6 * curve.context.per_sequence, 1e6 * curve.context.per_row
+    print(f"A further token of context: {per_sequence:.1f} us for each sequence and {per_row:.1f} us for each row.")
 
 
 def _table(make: Any, title: str, corner: str, columns: dict[str, dict[str, float]]) -> Any:

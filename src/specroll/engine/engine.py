@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from specroll.budget import Planner
-from specroll.config import BudgetConfig, EngineConfig
+from specroll.budget import BudgetRule, FixedPlanner, PaperPlanner, Planner
+from specroll.config import BudgetConfig, BudgetRuleName, EngineConfig
 from specroll.engine.history import LengthHistory
 from specroll.engine.measure import latency_curve, propose_seconds
 from specroll.engine.step import Hooks, Session
@@ -75,7 +75,7 @@ class Engine:
         self.eos_ids = frozenset(_eos_ids(self.target, tokenizer) if eos_ids is None else eos_ids)
         self.policy_version = 0
         self._history = LengthHistory()
-        self._planner: Planner | None = None
+        self._planner: BudgetRule | None = None
         self._planned: tuple[Proposer, int] | None = None  # the proposer and its version that the planner knows
 
     def generate(
@@ -160,22 +160,32 @@ class Engine:
         fixed = self.budget.fixed_nodes
         return self.budget.max_nodes if fixed is None else fixed
 
-    def _plan(self, sampling: SamplingParams) -> Planner | None:
+    def _plan(self, sampling: SamplingParams) -> BudgetRule | None:
         """The planner of the present proposer: it remembers across calls what that proposer is worth."""
         if self.proposer is None or self._most_nodes() == 0:
             return None
         planner = self._planner
         if planner is None or self._planned is None or self._planned[0] is not self.proposer:
-            if self.budget.fixed_nodes is not None:
-                planner = Planner(self.budget, None, 0.0)  # nothing to plan
-            else:
-                curve = latency_curve(self.target, sampling)
-                seconds = propose_seconds(self.target, self.proposer, sampling)
-                planner = Planner(self.budget, curve, seconds, fitted=self.proposer.fitted)
+            planner = self._new_planner(self.proposer, sampling)
         elif self._planned[1] != self.proposer.version:
             planner.refreshed()
         self._planner, self._planned = planner, (self.proposer, self.proposer.version)
         return planner
+
+    def _new_planner(self, proposer: Proposer, sampling: SamplingParams) -> BudgetRule:
+        budget, target = self.budget, self.target
+        if budget.fixed_nodes is not None:
+            return FixedPlanner(budget.fixed_nodes)
+        curve = latency_curve(target, sampling)
+
+        def optimal() -> BudgetRule:
+            return Planner(budget, curve, propose_seconds(target, proposer, sampling), fitted=proposer.fitted)
+
+        rules: dict[BudgetRuleName, Callable[[], BudgetRule]] = {
+            "optimal": optimal,
+            "paper": lambda: PaperPlanner(budget, curve),
+        }
+        return rules[budget.rule]()
 
 
 def _eos_ids(target: HFTarget, tokenizer: Any) -> Sequence[int]:

@@ -9,10 +9,12 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from specroll.budget import CurveKey, LatencyCurve, load_or_measure, measure, row_grid
+from specroll.budget import BASE_CONTEXT, CurveKey, LatencyCurve, load_or_measure, measure, measure_context, row_grid
+from specroll.model.cache import SlotCache
 from specroll.model.target import HFTarget
 from specroll.sampling import draw
 from specroll.tree.grow import grow
@@ -20,13 +22,14 @@ from specroll.types import Features, Proposer, SamplingParams, TargetOutput, Tre
 
 _MOST_ROWS = 128
 _ROWS_PER_TREE = 4
-_CONTEXT = 128
+_SLOT_TOKENS = 4224  # memory of the measurement: 32 x (128 + 4) tokens, 4 x (1024 + 32), or 1 x (4096 + 128)
+_FAR = ((1, 1, 4096), (1, 8, 4096), (4, 4, 1024), (4, 16, 1024))  # running, rows, context
 _PEAKED = 2.0  # made-up text gives flatter laws than real text, and flat ones take longer to draw from
-_PROPOSE_NODES, _PROPOSE_REPEATS = 4, 5
+_PROPOSE_NODES, _PROPOSE_MANY, _PROPOSE_REPEATS = 4, 8, 5
 
 
 def latency_curve(target: HFTarget, sampling: SamplingParams) -> LatencyCurve:
-    """Seconds of one pass and its draws by packed rows, measured in the reserved slots and cached."""
+    """Seconds of one pass and its draws by packed rows and context, measured once and cached."""
     c = target.config
     device = target.device
     key = CurveKey(
@@ -37,13 +40,31 @@ def latency_curve(target: HFTarget, sampling: SamplingParams) -> LatencyCurve:
         threads=torch.get_num_threads(),
         torch=torch.__version__,
     )
-    return load_or_measure(key, lambda: measure(_pass(target, sampling), row_grid(_MOST_ROWS)))
+    return load_or_measure(key, lambda: _measured(target, sampling))
+
+
+def _measured(target: HFTarget, sampling: SamplingParams) -> LatencyCurve:
+    limit = getattr(target.config, "max_position_embeddings", None) or _SLOT_TOKENS
+    near = min(BASE_CONTEXT, limit - 2 * _ROWS_PER_TREE)  # a model of few positions never has a longer context
+    far = [(running, rows, min(context, limit - rows)) for running, rows, context in _FAR]
+    reserved = target.cache
+    run = _passes(target, sampling)
+    try:
+        curve = measure(lambda rows: run(_sequences(rows), rows, near), row_grid(_MOST_ROWS))
+        # Where no context is much longer than the base, its price is noise and does not matter.
+        price = measure_context(run, far if limit >= 3 * BASE_CONTEXT else [])
+    finally:
+        target.cache = reserved
+    return replace(curve, context=price)
 
 
 def propose_seconds(target: HFTarget, proposer: Proposer, sampling: SamplingParams) -> Callable[[int], float]:
-    """What proposing and growing add to a round, as a function of S: measured for 1 and for all slots."""
+    """What proposing and growing add to a round, as a function of S: measured for 1 and for all slots.
+
+    Few slots are not enough for a slope: the planner outlives this rollout, and the next one may have many.
+    """
     assert target.cache is not None
-    few, many = 1, max(2, target.cache.slots)
+    few, many = 1, max(_PROPOSE_MANY, target.cache.slots)
     costs = {n: _least_propose(target, proposer, sampling, n) for n in (few, many)}
     slope = max(0.0, (costs[many] - costs[few]) / (many - few))
     return lambda running: costs[few] + slope * (running - few)
@@ -62,11 +83,11 @@ def _least_propose(target: HFTarget, proposer: Proposer, sampling: SamplingParam
     return statistics.median(times[1:])  # the first one prepares weights
 
 
-def chain_pass(target: HFTarget, *, running: int, size: int) -> Callable[[], TargetOutput]:
-    """One pass over made-up trees that are chains of `size` rows, behind prefixes of some context."""
+def chain_pass(target: HFTarget, *, running: int, size: int, context: int = BASE_CONTEXT) -> Callable[[], TargetOutput]:
+    """One pass over chains of `size` made-up rows, behind prefixes of `context` tokens or as many as the slots hold."""
     assert target.cache is not None
     device = target.device
-    context = min(_CONTEXT, target.cache.length - size)
+    context = min(context, target.cache.length - size)
     slot = torch.arange(size, device=device).repeat(running)
     sequence = torch.arange(running, device=device).repeat_interleave(size)
     parent = sequence * size + (slot - 1).clamp(min=0)
@@ -81,20 +102,30 @@ def chain_pass(target: HFTarget, *, running: int, size: int) -> Callable[[], Tar
     return run
 
 
-def _pass(target: HFTarget, sampling: SamplingParams) -> Callable[[int], None]:
-    """A pass over so many rows and its draws, as a round makes them."""
-    assert target.cache is not None
-    slots, length = target.cache.slots, target.cache.length
+def _passes(target: HFTarget, sampling: SamplingParams) -> Callable[[int, int, int], None]:
+    """run(running, rows, context): a pass and its draws, as a round makes them. Leaves its own slots in `target.cache`.
 
-    def run(rows: int) -> None:
-        running = min(slots, max(1, rows // _ROWS_PER_TREE))
-        size = min(rows // running, length)
-        out = chain_pass(target, running=running, size=size)()
-        index = torch.arange(running * size, device=target.device)
+    They are the reserved ones, grouped otherwise, where these are large: measuring needs little memory besides.
+    """
+    reserved = target.cache
+    if reserved is None or reserved.slots * reserved.length < _SLOT_TOKENS:
+        reserved = SlotCache(target.cache_shape, 1, _SLOT_TOKENS)
+    memory = reserved.regrouped(1, _SLOT_TOKENS)
+    memory.kv.fill_(0.1)  # pages that were never written would all be read from one place, and look cheap
+
+    def run(running: int, rows: int, context: int) -> None:
+        target.cache = memory.regrouped(running, _SLOT_TOKENS // running)
+        out = chain_pass(target, running=running, size=rows // running, context=context)()
+        index = torch.arange(rows, device=target.device)
         draw(out.logits_NV * _PEAKED, sampling, index, index)
         _wait(target.device)
 
     return run
+
+
+def _sequences(rows: int) -> int:
+    """As many as share the rows evenly, with `_ROWS_PER_TREE` or more each."""
+    return next(n for n in range(max(1, rows // _ROWS_PER_TREE), 0, -1) if rows % n == 0)
 
 
 def _wait(device: torch.device) -> None:

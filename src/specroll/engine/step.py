@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specroll.budget import Planner
+from specroll.budget import BudgetRule
 from specroll.config import EngineConfig
 from specroll.engine.scheduler import Running, Scheduler
 from specroll.model.target import HFTarget
@@ -71,7 +71,7 @@ class Session:
         self,
         target: HFTarget,
         proposer: Proposer | None,
-        planner: Planner | None,
+        planner: BudgetRule | None,
         rule: StopRule,
         sampling: SamplingParams,
         config: EngineConfig,
@@ -109,9 +109,10 @@ class Session:
         lengths = [r.length for r in running]
         length_S = torch.tensor(lengths, device=device)
 
-        draft, tree, gain = self._propose(Features(self.hidden_SH, root_S, sample_S, length_S, self.sampling))
+        longest = max(lengths)
+        draft, tree, gain = self._propose(Features(self.hidden_SH, root_S, sample_S, length_S, self.sampling), longest)
         watch.lap("propose")
-        out = self.target.forward_tree(tree, length_S, max(lengths))
+        out = self.target.forward_tree(tree, length_S, longest)
         watch.lap("verify")
         position_N = length_S[tree.sequence_N] + tree.depth_N + 1
         verdict = walk(tree, draw(out.logits_NV, self.sampling, sample_S[tree.sequence_N], position_N))
@@ -124,10 +125,13 @@ class Session:
             watch.lap("observe")
         return stats
 
-    def _propose(self, features: Features) -> tuple[Draft | None, Tree, list[float] | None]:
-        """The trees to verify: bare roots where speculation does not pay, which is plain decoding."""
+    def _propose(self, features: Features, context: int) -> tuple[Draft | None, Tree, list[float] | None]:
+        """The trees to verify: bare roots where speculation does not pay, which is plain decoding.
+
+        `context` is what the pass will cost in attention: every sequence that of the longest one.
+        """
         running = features.root_S.shape[0]
-        most = self.planner.nodes(running) if self.planner is not None else 0
+        most = self.planner.nodes(running, context) if self.planner is not None else 0
         if not most or self.planner is None or self.proposer is None:
             return None, roots(features.root_S), None
         draft = self.proposer.propose(features)

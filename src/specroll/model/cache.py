@@ -63,14 +63,22 @@ def check_fits(shape: CacheShape, slots: int, length: int, row_bytes: int, rows_
 class SlotCache:
     """Keys and values of the running sequences; slot s belongs to the s-th of them."""
 
-    def __init__(self, shape: CacheShape, slots: int, length: int) -> None:
+    def __init__(self, shape: CacheShape, slots: int, length: int, memory: Tensor | None = None) -> None:
+        """`memory`: keys and values [layer, slot, position, 2, head, width] that exist already; None allocates them."""
         self.shape, self.slots, self.length = shape, slots, length
-        self.kv = torch.zeros(
-            (shape.layers, slots, length, 2, shape.heads, shape.head_width), dtype=shape.dtype, device=shape.device
-        )
+        size = (shape.layers, slots, length, 2, shape.heads, shape.head_width)
+        self.kv = torch.zeros(size, dtype=shape.dtype, device=shape.device) if memory is None else memory
 
     def holds(self, slots: int, length: int) -> bool:
         return slots <= self.slots and length <= self.length
+
+    def regrouped(self, slots: int, length: int) -> SlotCache:
+        """The same memory, or the beginning of it, as other slots. Raises ValueError where it is too small."""
+        tokens = slots * length
+        if tokens > self.slots * self.length:
+            raise ValueError(f"{self.slots} slots of {self.length} tokens hold no {slots} of {length}")
+        memory = self.kv.flatten(1, 2)[:, :tokens].unflatten(1, (slots, length))
+        return SlotCache(self.shape, slots, length, memory)
 
     def layer(self, index: int) -> Tensor:
         """[slot, position, 2, head, width] of one layer."""

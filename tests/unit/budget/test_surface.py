@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from specroll.budget import CurveKey, LatencyCurve, load_or_measure, measure, row_grid
+from specroll.budget import (
+    BASE_CONTEXT,
+    ContextPrice,
+    CurveKey,
+    LatencyCurve,
+    load_or_measure,
+    measure,
+    measure_context,
+    row_grid,
+)
 
 KEY = CurveKey(model="llama-30x576", dtype="bfloat16", device="cpu", threads=2, torch="2.13.0")
 CURVE = LatencyCurve((1, 3, 9), (0.010, 0.012, 0.024))
@@ -34,6 +45,32 @@ def test_interpolates_and_extrapolates() -> None:
     assert CURVE(19) == pytest.approx(0.044)
     assert CURVE(0) == 0.010
     assert LatencyCurve((2,), (0.5,))(4) == pytest.approx(1.0)
+
+
+def test_the_context_is_priced_by_sequence_and_by_row() -> None:
+    priced = replace(CURVE, context=ContextPrice(per_sequence=2e-5, per_row=1e-6))
+    assert priced(3, 2, BASE_CONTEXT + 1000) == pytest.approx(0.012 + 2 * 0.020 + 3 * 0.001)
+    assert priced(2, 1, BASE_CONTEXT + 500) == pytest.approx(0.011 + 0.010 + 0.001)  # between measured rows
+    assert priced(19, 4, BASE_CONTEXT + 100) == pytest.approx(0.044 + 4 * 0.002 + 19 * 0.0001)  # beyond them
+    assert priced(3, 3, 5) == priced(3, 3) == priced(3) == CURVE(3)  # up to the base, as at the base
+    assert CURVE(3, 3, 4000) == CURVE(3)
+    assert priced.capacity() == CURVE.capacity()
+
+
+def test_more_of_anything_never_costs_less() -> None:
+    priced = replace(CURVE, context=ContextPrice(per_sequence=2e-5, per_row=1e-6))
+    steps = [0, 1, 2, 3, 5, 9, 20, 127, 128, 129, 1000, 4096]
+    for low, high in pairwise(steps):
+        for fixed in (1, 8, 500):
+            assert priced(low, 1, fixed) <= priced(high, 1, fixed)
+            assert priced(8, low, fixed) <= priced(8, high, fixed)
+            assert priced(8, fixed, low) <= priced(8, fixed, high)
+
+
+@pytest.mark.parametrize("price", [(-1e-9, 0.0), (0.0, float("nan")), (float("inf"), 0.0)])
+def test_refuses_what_is_no_price(price: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="price of context"):
+        ContextPrice(*price)
 
 
 def test_a_flat_last_stretch_is_not_believed_for_ever() -> None:
@@ -89,6 +126,55 @@ def test_measures_medians_in_interleaved_order() -> None:
     assert curve.seconds[0] < 0.004 <= curve.seconds[1] == curve.seconds[2] < 0.03
 
 
+POINTS = ((1, 1, 4096), (1, 8, 4096), (4, 4, 1024), (4, 16, 1024))
+
+
+class World:
+    """A device with its own clock: a pass takes what `seconds` says, and every second repeat is a slow one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int, int, int], float]) -> None:
+        self.now, self.seconds = 0.0, seconds
+        self.calls: list[tuple[int, int, int]] = []
+        monkeypatch.setattr("specroll.budget.surface.time.perf_counter", lambda: self.now)
+
+    def forward(self, running: int, rows: int, context: int) -> None:
+        slow = 1.0 + len(self.calls) // (2 * len(POINTS)) % 2  # by the sweep over all points
+        self.calls.append((running, rows, context))
+        self.now += slow * self.seconds(running, rows, context)
+
+
+@pytest.mark.parametrize(("per_sequence", "per_row"), [(3e-5, 2e-6), (0.0, 2e-6), (3e-5, 0.0), (0.0, 0.0)])
+def test_the_price_of_context_is_found(per_sequence: float, per_row: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(running: int, rows: int, context: int) -> float:
+        return 0.05 + 0.003 * rows + context * (per_sequence * running + per_row * rows)
+
+    world = World(monkeypatch, seconds)
+    price = measure_context(world.forward, POINTS, repeats=2, seconds_at_most=1e9)
+    assert price.per_sequence == pytest.approx(1.5 * per_sequence, abs=1e-12)  # of a fast repeat and a slow one
+    assert price.per_row == pytest.approx(1.5 * per_row, abs=1e-12)
+    assert world.calls[:4] == [(1, 1, BASE_CONTEXT), (1, 1, 4096), (1, 8, BASE_CONTEXT), (1, 8, 4096)]
+    assert len(world.calls) == 3 * 8
+
+
+def test_noise_makes_no_price_negative(monkeypatch: pytest.MonkeyPatch) -> None:
+    falls_with_rows = World(monkeypatch, lambda running, rows, context: 1 + context * (1e-4 * running - 4e-6 * rows))
+    price = measure_context(falls_with_rows.forward, POINTS)
+    assert price.per_row == 0 and price.per_sequence > 5e-5
+    falls_with_sequences = World(
+        monkeypatch, lambda running, rows, context: 1 + context * (2e-5 * rows - 1e-5 * running)
+    )
+    price = measure_context(falls_with_sequences.forward, POINTS)
+    assert price.per_sequence == 0 and price.per_row > 1e-5
+    falls = World(monkeypatch, lambda running, rows, context: 5 - context * 1e-4)
+    assert measure_context(falls.forward, POINTS) == measure_context(falls.forward, ()) == ContextPrice()
+
+
+def test_measuring_ends_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, lambda running, rows, context: 1.0)
+    measure_context(world.forward, POINTS, repeats=50, seconds_at_most=8.0)
+    assert len(world.calls) == 4 * 8  # one that is not counted and three that are
+
+
 def test_measures_once_per_key(cache: Path) -> None:
     assert load_or_measure(KEY, lambda: CURVE) == CURVE
     assert load_or_measure(KEY, never) == CURVE
@@ -99,15 +185,63 @@ def test_measures_once_per_key(cache: Path) -> None:
     assert len(list(cache.iterdir())) == 6  # and no temporary file is left
 
 
+def test_the_price_of_context_is_kept(cache: Path) -> None:
+    priced = replace(CURVE, context=ContextPrice(per_sequence=3e-5, per_row=1.25e-6))
+    assert load_or_measure(KEY, lambda: priced) == load_or_measure(KEY, never) == priced
+
+
+def test_a_file_cut_short_anywhere_is_measured_again(cache: Path) -> None:
+    priced = replace(CURVE, context=ContextPrice(3e-5, 1e-6))
+    load_or_measure(KEY, lambda: priced)
+    (path,) = cache.iterdir()
+    whole = path.read_text()
+    for length in range(0, len(whole), 7):
+        path.write_text(whole[:length])
+        assert load_or_measure(KEY, lambda: priced) == priced and path.read_text() == whole
+
+
+def test_a_file_of_another_version_is_measured_again(cache: Path) -> None:
+    """The first version had no price of context, and no number."""
+    load_or_measure(KEY, lambda: LatencyCurve((1,), (1.0,)))
+    (path,) = cache.iterdir()
+    record = json.loads(path.read_text())
+    for version in (None, 1, record["version"] + 1):
+        path.write_text(json.dumps(record | {"version": version}))
+        assert load_or_measure(KEY, lambda: CURVE) == CURVE
+    path.write_text(json.dumps({name: record[name] for name in ("key", "rows", "seconds")}))
+    assert load_or_measure(KEY, lambda: CURVE) == CURVE
+    assert load_or_measure(KEY, never) == CURVE
+
+
+def test_a_surface_of_another_model_is_not_used(cache: Path) -> None:
+    """Not even under this model's name: the file says itself what it was measured on."""
+    load_or_measure(KEY, lambda: CURVE)
+    (path,) = cache.iterdir()
+    other = replace(KEY, model="llama-32x4096")
+    load_or_measure(other, lambda: LatencyCurve((1,), (1.0,)))
+    (other_path,) = set(cache.iterdir()) - {path}
+    path.write_bytes(other_path.read_bytes())
+    assert load_or_measure(KEY, lambda: CURVE) == CURVE and load_or_measure(KEY, never) == CURVE
+
+
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"key": 1}', '{"key": KEY, "rows": [2, 1], "seconds": [1, 1]}', '{"key": KEY, "rows": "ab"}'],
+    [
+        "",
+        "{",
+        "[]",
+        '{"key": 1}',
+        '{"version": 2, "key": KEY, "rows": [2, 1], "seconds": [1, 1], "context": PRICE}',
+        '{"version": 2, "key": KEY, "rows": [1, 2], "seconds": [1, 1], "context": {"per_sequence": -1, "per_row": 0}}',
+        '{"version": 2, "key": KEY, "rows": [1, 2], "seconds": [1, 1], "context": {}}',
+        '{"version": 2, "key": KEY, "rows": "ab", "seconds": [1, 1], "context": PRICE}',
+    ],
 )
 def test_a_damaged_cache_is_measured_again(cache: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     load_or_measure(KEY, lambda: LatencyCurve((1,), (1.0,)))
     (path,) = cache.iterdir()
     key = json.dumps(json.loads(path.read_text())["key"])
-    path.write_text(content.replace("KEY", key))
+    path.write_text(content.replace("KEY", key).replace("PRICE", '{"per_sequence": 0, "per_row": 0}'))
     with caplog.at_level(logging.WARNING):
         assert load_or_measure(KEY, lambda: CURVE) == CURVE
     assert ("measuring it again" in caplog.text) == (content != '{"key": 1}')

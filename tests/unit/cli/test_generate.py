@@ -49,9 +49,11 @@ def test_heads_change_the_speed_line_and_nothing_else(specroll: Run, tiny_folder
     args = ("generate", "--model", tiny_folder, "--prompt", "one", "two", "--samples", 3, "--max-new-tokens", 24)
     plain = specroll(*args)
     spec = specroll(*args, "--heads", heads_folder)
-    shown = {run.out.split("--- ")[0] for run in (plain, spec)}
-    assert (plain.code, spec.code, shown) == (0, 0, {""})
-    assert sorted(plain.out.split("--- ")) == sorted(spec.out.split("--- "))
+    paper = specroll(*args, "--heads", heads_folder, "--budget", "paper")
+    shown = {run.out.split("--- ")[0] for run in (plain, spec, paper)}
+    assert (plain.code, spec.code, paper.code, shown) == (0, 0, 0, {""})
+    assert sorted(plain.out.split("--- ")) == sorted(spec.out.split("--- ")) == sorted(paper.out.split("--- "))
+    assert "tokens per round" in paper.err  # it always speculates
 
 
 def test_every_sample_is_in_the_file(specroll: Run, tiny_folder: Path, tmp_path: Path) -> None:
@@ -123,6 +125,7 @@ def test_a_broken_prompt_line_is_named(specroll: Run, tmp_path: Path, lines: str
     [
         (("--max-new-tokens", 0), 2, "max-new-tokens must be at least 1"),
         (("--max-new-tokens", 512), 1, "the model has 512 positions"),
+        (("--budget", "best"), 2, "invalid choice: 'best'"),
         (("--temperature", -1), 2, "temperature must be finite and >= 0"),
         (("--heads", "nowhere"), 1, "no heads in nowhere"),
     ],

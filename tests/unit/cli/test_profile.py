@@ -43,7 +43,7 @@ def test_the_documented_keys_are_there(
     for stages in kinds.values():
         assert stages["round"] == pytest.approx(sum(stages[s] for s in STAGES)) and stages["verify"] > 0
     assert kinds["plain"]["propose"] < kinds["plain"]["verify"] and kinds["plain"]["tokens_per_round"] == 1
-    assert len(result["surface_s"]) > 3
+    assert len(result["surface_s"]) > 3 and set(result["context_s"]) == {"per_sequence", "per_row"}
 
 
 def test_a_pass_is_products_attention_other_operations_and_the_host() -> None:

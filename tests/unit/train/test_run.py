@@ -11,7 +11,7 @@ from datasets import Dataset
 from rich.console import Console
 from safetensors.torch import load_file
 
-from specroll.config import TrainConfig
+from specroll.config import BudgetConfig, TrainConfig
 from specroll.report.records import RunFolder
 from specroll.train.callback import StepRecords
 from specroll.train.run import resumed, rows_in_order, train
@@ -77,6 +77,16 @@ def test_a_demo_measures_what_it_shows(model: str, tmp_path: Path, monkeypatch: 
     assert all(speed.differing_tokens == 0 and speed.plain > 0 for speed in summary["speeds"])
     assert (tmp_path / "demo" / "heads" / "heads.json").is_file()
     assert RunFolder(tmp_path / "demo").summary()["reward_after"] == summary["reward_after"]
+
+
+def test_the_budget_of_a_run_is_the_one_asked_for(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(**settings: Any) -> None:
+        raise InterruptedError(settings["budget"])
+
+    monkeypatch.setattr("specroll.train.run.SpecRollGRPOTrainer", stop)
+    with pytest.raises(InterruptedError) as asked:
+        quietly(config(model, tmp_path / "paper", budget="paper", max_nodes=5))
+    assert asked.value.args == (BudgetConfig(max_nodes=5, rule="paper"),)
 
 
 def test_a_resumed_run_keeps_its_options(tmp_path: Path) -> None:

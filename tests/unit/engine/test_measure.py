@@ -1,0 +1,102 @@
+"""The measurement of what a pass costs: which passes it makes, in whose memory, and that it leaves things as found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from specroll.budget import BASE_CONTEXT, ContextPrice, LatencyCurve, row_grid
+from specroll.engine.measure import latency_curve
+from specroll.model.cache import SlotCache
+from specroll.model.target import HFTarget
+from specroll.types import SamplingParams
+from tiny import tiny
+
+LAW = SamplingParams()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def target() -> Iterator[HFTarget]:
+    target = HFTarget(tiny("llama"))
+    with target.rolling_out():
+        yield target
+
+
+@pytest.fixture
+def passes(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """(running, rows, context) of every pass."""
+    made: list[tuple[int, int, int]] = []
+    forward = target.forward_tree
+
+    def noted(tree, length_S, longest):  # type: ignore[no-untyped-def]
+        assert target.cache is not None and target.cache.length >= longest + tree.size
+        assert length_S.tolist() == [longest] * target.cache.slots
+        made.append((len(length_S), len(tree.token_N), longest))
+        return forward(tree, length_S, longest)
+
+    monkeypatch.setattr(target, "forward_tree", noted)
+    return made
+
+
+@pytest.mark.parametrize("slots", [1, 64])
+def test_the_passes_do_not_depend_on_the_rollout_that_comes_first(
+    target: HFTarget, passes: list[tuple[int, int, int]], slots: int
+) -> None:
+    """Every number of rows exactly, at the base context, and a few as far as the model's 512 positions go."""
+    reserved = target.reserve(slots, 70)
+    curve = latency_curve(target, LAW)
+    assert target.cache is reserved
+    assert curve.rows == tuple(row_grid(128)) == tuple(sorted({rows for _, rows, _ in passes}))
+    near = {(running, rows) for running, rows, context in passes if context == BASE_CONTEXT}
+    far = {at for at in passes if at[2] != BASE_CONTEXT}
+    assert {(1, 1), (1, 7), (2, 10), (2, 14), (3, 12), (32, 128)} <= near
+    assert far == {(1, 1, 511), (1, 8, 504), (4, 4, 508), (4, 16, 496)}
+    assert {at[:2] for at in far} <= near
+
+
+def test_a_second_look_costs_nothing(target: HFTarget, passes: list[tuple[int, int, int]]) -> None:
+    target.reserve(2, 64)
+    curve = latency_curve(target, LAW)
+    passes.clear()
+    assert latency_curve(target, LAW) == curve and not passes
+
+
+def test_a_model_of_few_positions_has_no_price_of_context(
+    target: HFTarget, passes: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target.config, "max_position_embeddings", 100)
+    curve = latency_curve(target, LAW)
+    assert curve.context == ContextPrice() and {context for _, _, context in passes} == {92}
+
+
+def test_an_interrupted_measurement_leaves_the_reserved_slots(
+    target: HFTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved = target.reserve(2, 64)
+
+    def interrupt(*_: object) -> LatencyCurve:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specroll.engine.measure.measure_context", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        latency_curve(target, LAW)
+    assert target.cache is reserved
+
+
+def test_slots_can_be_grouped_otherwise(target: HFTarget) -> None:
+    slots = SlotCache(target.cache_shape, 4, 6)
+    slots.kv.copy_(torch.arange(slots.kv.numel()).view_as(slots.kv))
+    other = slots.regrouped(2, 11)
+    assert (other.slots, other.length) == (2, 11)
+    assert torch.equal(other.kv.flatten(1, 2), slots.kv.flatten(1, 2)[:, :22])
+    other.layer(1).view(22, -1)[21] = -1.0  # a view, as the attention takes it
+    assert (slots.kv[1, 3, 3] == -1).all() and (slots.kv[1, 3, 4] != -1).all()
+    with pytest.raises(ValueError, match="4 slots of 6 tokens hold no 5 of 5"):
+        slots.regrouped(5, 5)
