@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -112,18 +111,20 @@ def test_the_grid_is_fine_where_it_counts_and_ends_where_asked() -> None:
     assert row_grid(2) == [1, 2] and row_grid(1) == [1]
 
 
-def test_measures_medians_in_interleaved_order() -> None:
+def test_measures_medians_in_interleaved_order(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
+    now = [0.0]
+    monkeypatch.setattr("specroll.budget.surface.time.perf_counter", lambda: now[0])
 
     def forward(rows: int) -> None:
         calls.append(rows)
         # The second round is a slow moment of the machine; the fast last point of 3 rows must not undercut 2 rows.
-        time.sleep(0.03 if len(calls) in (7, 8, 9) else {1: 0.001, 2: 0.004, 3: 0.002}[rows])
+        now[0] += 0.03 if len(calls) in (7, 8, 9) else {1: 0.001, 2: 0.004, 3: 0.002}[rows]
 
     curve = measure(forward, [3, 1, 2, 2], repeats=3)
     assert calls == [1, 2, 3] * 4
     assert curve.rows == (1, 2, 3)
-    assert curve.seconds[0] < 0.004 <= curve.seconds[1] == curve.seconds[2] < 0.03
+    assert curve.seconds == pytest.approx((0.001, 0.004, 0.004))
 
 
 POINTS = ((1, 1, 4096), (1, 8, 4096), (4, 4, 1024), (4, 16, 1024))
