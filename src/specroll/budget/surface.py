@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 BASE_CONTEXT = 128
 """Tokens behind every root in the measurement over rows. Shorter contexts are taken to cost the same."""
 _FORESIGHT = 8
-_VERSION = 2  # of the cache file: another one is measured anew
+_FEW_ROWS, _OFTEN = 8, 3  # where budgets of a few sequences are decided, points are measured more often
+_VERSION = 3  # of the cache file: another one is measured anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +136,21 @@ def measure(
     rows look dear. No point is cheaper than one with fewer rows. For repeats and `seconds_at_most` see `_times`.
     """
     grid = sorted(set(rows))
-    times = _times([partial(forward, n) for n in grid], repeats, seconds_at_most)
-    seconds: list[float] = []
-    for of_point in times:
-        seconds.append(max(statistics.median(of_point), seconds[-1] if seconds else 0.0))
-    return LatencyCurve(tuple(grid), tuple(seconds))
+    few = sum(n <= _FEW_ROWS for n in grid)
+    times = _times([partial(forward, n) for n in grid], repeats, seconds_at_most, often=few)
+    return LatencyCurve(tuple(grid), tuple(_rising([statistics.median(of_point) for of_point in times])))
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The nearest values that never fall (pooled neighbours): one that noise lifted does not lift all after it."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            other, others = pools.pop()
+            mean, count = (mean * count + other * others) / (count + others), count + others
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
 
 
 def measure_context(
@@ -180,8 +191,10 @@ def _fit(points: Sequence[tuple[int, int, float]]) -> ContextPrice:
     return ContextPrice(max(0.0, per_sequence), max(0.0, per_row))
 
 
-def _times(runs: Sequence[Callable[[], None]], repeats: int, seconds_at_most: float) -> list[list[float]]:
-    """Seconds of every run in every repeat.
+def _times(
+    runs: Sequence[Callable[[], None]], repeats: int, seconds_at_most: float, often: int = 0
+) -> list[list[float]]:
+    """Seconds of every run in every repeat; the first `often` of them, which are short, run three times in each.
 
     The repeats are interleaved, so that a slow moment of the machine touches all runs alike. One of each is not
     counted. Repeats end early, after three at the least, when the time is up.
@@ -190,10 +203,11 @@ def _times(runs: Sequence[Callable[[], None]], repeats: int, seconds_at_most: fl
     for run in runs:
         run()
     times: list[list[float]] = [[] for _ in runs]
+    pairs = list(zip(runs, times, strict=True))
     for repeat in range(repeats):
         if repeat >= 3 and time.perf_counter() - began > seconds_at_most:
             break
-        for run, of_run in zip(runs, times, strict=True):
+        for run, of_run in pairs[:often] * _OFTEN + pairs[often:]:
             start = time.perf_counter()
             run()
             of_run.append(time.perf_counter() - start)
