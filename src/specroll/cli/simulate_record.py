@@ -63,7 +63,7 @@ def main(options: Options) -> int:
     from specroll.bench.rollout import machine
     from specroll.cli.progress import Progress
     from specroll.simulate.record import record
-    from specroll.simulate.timing import measured_surface, time_rollouts
+    from specroll.simulate.timing import Prices, measured_surface, time_rollouts
     from specroll.simulate.trace import Trace, write_trace
 
     engine, horizons, draft_vocabulary = _engine(options)
@@ -71,6 +71,9 @@ def main(options: Options) -> int:
     measured = []
     with Progress() as progress:
         responses = record(engine, requests, sampling, options.nodes, progress)
+        progress("measuring prices", 0, 1)
+        prices = Prices.measure(engine, sampling)
+        progress("measuring prices", 1, 1)
         for running in dict.fromkeys(options.running):
             timed = requests[: _PER_SLOT * running]
             stage = f"timing {running} running"
@@ -80,6 +83,7 @@ def main(options: Options) -> int:
                     engine,
                     timed,
                     sampling,
+                    prices.curve,
                     running,
                     options.repeats,
                     lambda done, stage=stage: progress(stage, done, options.repeats),
@@ -91,7 +95,7 @@ def main(options: Options) -> int:
         horizons=horizons,
         draft_vocabulary=draft_vocabulary,
         responses=tuple(responses),
-        surface=measured_surface(engine, sampling, measured, f"{made_on['processor']} {made_on['device']}"),
+        surface=measured_surface(engine, prices, measured, f"{made_on['processor']} {made_on['device']}"),
         measured=tuple(measured),
         made={"command": "specroll " + " ".join(sys.argv[1:]), "machine": made_on, "law": asdict(sampling)},
     )
