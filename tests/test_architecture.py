@@ -40,10 +40,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "build": _ENGINE | {"propose"},
     "oracle": {"noise", "types"},  # the outside witness: the more of ours it used, the less it would prove
     "check": _TOP | {"oracle"},
+    "simulate": _ENGINE | {"files"},
     "hf": _TOP,
     "train": _TOP | {"report"},
     "bench": _TOP | {"report", "train"},
-    "cli": _TOP | {"report", "train", "bench", "check", "hf", "files"},
+    "cli": _TOP | {"report", "train", "bench", "check", "hf", "files", "simulate"},
 }
 # Packages that cost seconds to import or that not every user has: the rooms that may know them.
 ONLY_IN: dict[str, set[str]] = {

@@ -25,6 +25,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("specroll.cli.check", "Prove on your model that speculation changes no token"),
     "heads fit": ("specroll.cli.heads", "Fit future-token heads to a model's own samples"),
     "profile": ("specroll.cli.profile", "Show where a round's time goes, and what further rows of a pass cost"),
+    "simulate": ("specroll.cli.simulate", "Predict what speculation gains on other devices, from a recorded trace"),
+    "simulate record": (
+        "specroll.cli.simulate_record",
+        "Record what heads propose and what of it is drawn, as a trace",
+    ),
     "bench rollout": ("specroll.cli.bench", "Time transformers, the plain loop and speculation on the same work"),
 }
 

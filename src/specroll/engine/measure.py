@@ -40,10 +40,11 @@ def latency_curve(target: HFTarget, sampling: SamplingParams) -> LatencyCurve:
         threads=torch.get_num_threads(),
         torch=torch.__version__,
     )
-    return load_or_measure(key, lambda: _measured(target, sampling))
+    return load_or_measure(key, lambda: fresh_curve(target, sampling))
 
 
-def _measured(target: HFTarget, sampling: SamplingParams) -> LatencyCurve:
+def fresh_curve(target: HFTarget, sampling: SamplingParams) -> LatencyCurve:
+    """The same, measured now whatever the cache holds."""
     limit = getattr(target.config, "max_position_embeddings", None) or _SLOT_TOKENS
     near = min(BASE_CONTEXT, limit - 2 * _ROWS_PER_TREE)  # a model of few positions never has a longer context
     far = [(running, rows, min(context, limit - rows)) for running, rows, context in _FAR]
