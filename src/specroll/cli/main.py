@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("specroll.cli.check", "Prove on your model that speculation changes no token"),
     "heads fit": ("specroll.cli.heads", "Fit future-token heads to a model's own samples"),
     "bench rollout": ("specroll.cli.bench", "Time transformers, the plain loop and speculation on the same work"),
+    "bench peers": ("specroll.cli.peers", "Time the same against vLLM and the machine's limit"),
 }
 
 _HEADER = """\
