@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Record what heads propose and what of it is drawn, as a trace",
     ),
     "bench rollout": ("specroll.cli.bench", "Time transformers, the plain loop and speculation on the same work"),
+    "bench peers": ("specroll.cli.peers", "Time the same against vLLM and the machine's limit"),
 }
 
 _HEADER = """\
