@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from specroll.budget import Planner
+from specroll.budget import BudgetRule, FixedPlanner, PaperPlanner, Planner
 from specroll.config import BudgetConfig
-from specroll.simulate.replay import Budget, Outcome, PaperRule, replay
+from specroll.simulate.replay import Outcome, replay
 from specroll.simulate.surface import Surface
 from specroll.simulate.trace import Measurement, Trace
 
@@ -71,7 +71,7 @@ def predict(trace: Trace, surface: Surface, running: int) -> Prediction:
     """
     responses = trace.first(max(running, len(trace.responses)))
 
-    def run(budget: Budget) -> Outcome:
+    def run(budget: BudgetRule) -> Outcome:
         return replay(responses, surface, budget, running)
 
     planner = _planner(trace.nodes, surface)
@@ -81,8 +81,8 @@ def predict(trace: Trace, surface: Surface, running: int) -> Prediction:
         running,
         len(responses),
         planner=run(planner),
-        paper=run(PaperRule(planner)),
-        fixed={nodes: run(_fixed(nodes)) for nodes in (0, *FIXED) if nodes <= trace.nodes},
+        paper=run(PaperPlanner(BudgetConfig(max_nodes=trace.nodes), surface.curve)),
+        fixed={nodes: run(FixedPlanner(nodes)) for nodes in (0, *FIXED) if nodes <= trace.nodes},
         doubt=surface.too_large(running * longest),
     )
 
@@ -105,7 +105,7 @@ def validate(trace: Trace) -> list[Validation]:
         for _ in range(m.repeats - 1):
             replay(responses, surface, planner, m.running)
         predicted = {
-            "plain": replay(responses, surface, _fixed(0), m.running),
+            "plain": replay(responses, surface, FixedPlanner(0), m.running),
             "planner": replay(responses, surface, planner, m.running),
         }
         made.append(Validation(m, predicted))
@@ -113,8 +113,4 @@ def validate(trace: Trace) -> list[Validation]:
 
 
 def _planner(nodes: int, surface: Surface) -> Planner:
-    return Planner(BudgetConfig(max_nodes=nodes), surface.curve, surface.propose)
-
-
-def _fixed(nodes: int) -> Planner:
-    return Planner(BudgetConfig(fixed_nodes=nodes), None, 0.0)
+    return Planner(BudgetConfig(max_nodes=nodes), surface.curve, surface.propose, fitted=True)

@@ -8,48 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from specroll.budget import Planner
+from specroll.budget import BudgetRule
 from specroll.config import EngineConfig
 from specroll.simulate.surface import Surface
 from specroll.simulate.trace import Response
 
 _PREFILL_TOKENS = EngineConfig().prefill_tokens
-
-
-class Budget(Protocol):
-    """What decides about nodes: a `Planner`, or something to compare it with."""
-
-    @property
-    def each(self) -> int: ...
-
-    def nodes(self, running: int) -> int: ...
-
-    def cut(self, running: int, gain: Sequence[float]) -> int: ...
-
-    def observe(
-        self, running: int, gain: Sequence[float] | None, accepted: int, proposed: int, seconds: float | None = None
-    ) -> None: ...
-
-
-class PaperRule:
-    """The published rule, clip(C_hw / S, 0, max_nodes), in every round, whatever its nodes are worth."""
-
-    def __init__(self, planner: Planner) -> None:
-        """`planner` knows C_hw and max_nodes."""
-        self._planner, self.each = planner, planner.each
-
-    def nodes(self, running: int) -> int:
-        return running * self._planner.paper_nodes(running)
-
-    def cut(self, running: int, gain: Sequence[float]) -> int:
-        return len(gain)
-
-    def observe(
-        self, running: int, gain: Sequence[float] | None, accepted: int, proposed: int, seconds: float | None = None
-    ) -> None:
-        pass  # it learns nothing
 
 
 @dataclass(slots=True)
@@ -91,7 +56,7 @@ class _Row:
         return self.response.prompt_tokens + self.emitted - 1
 
 
-def replay(responses: Sequence[Response], surface: Surface, budget: Budget, slots: int) -> Outcome:
+def replay(responses: Sequence[Response], surface: Surface, budget: BudgetRule, slots: int) -> Outcome:
     """Run all `responses` through `slots` slots, down to the last row."""
     outcome = Outcome()
     waves = _Waves(responses)
@@ -135,9 +100,9 @@ class _Waves:
         return wave, tokens
 
 
-def _round(running: list[_Row], surface: Surface, budget: Budget, outcome: Outcome) -> None:
+def _round(running: list[_Row], surface: Surface, budget: BudgetRule, outcome: Outcome) -> None:
     sequences = len(running)
-    most = budget.nodes(sequences)
+    most = budget.nodes(sequences, sum(row.context for row in running) / sequences)
     gain, nodes_S = None, [0] * sequences
     if most:
         ranked = sorted(_offers(running, budget.each), reverse=True)[:most]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specroll.budget import LatencyCurve, Planner
+from specroll.budget import FixedPlanner, LatencyCurve
 from specroll.check.spoilt import SpoiltReplay
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine
@@ -56,7 +56,7 @@ def test_a_replay_is_what_the_engine_does(spoilt: SpoiltReplay) -> None:
             real = engine_of(spoilt, fixed_nodes=nodes)
             real.config = replace(real.config, max_running=slots)
             rollout = real.generate(REQUESTS, SAMPLING)
-            found = replay(responses, PRICES, Planner(BudgetConfig(fixed_nodes=nodes), None, 0.0), slots)
+            found = replay(responses, PRICES, FixedPlanner(nodes), slots)
             assert [r.tokens for r in responses] == [len(c.token_ids) for c in rollout.completions]
             assert found.tokens == rollout.tokens and found.rounds == len(rollout.rounds)
             assert found.turns == sum(r.running for r in rollout.rounds)

@@ -9,11 +9,10 @@ from itertools import pairwise
 
 import pytest
 
-from specroll.budget import LatencyCurve, Planner
+from specroll.budget import BudgetRule, FixedPlanner, LatencyCurve, PaperPlanner
 from specroll.config import BudgetConfig
 from specroll.simulate import DEVICES, SIZES, MeasuredSurface, Response, Roofline, Round, Trace, predict, replay
 from specroll.simulate.predict import validate
-from specroll.simulate.replay import Budget, PaperRule
 from specroll.simulate.trace import Measurement
 
 NOTHING = Round((0.5, 0.25, 0.1), ())
@@ -36,8 +35,8 @@ def trace_of(responses: Sequence[Response], prices: MeasuredSurface, **more: obj
     )  # type: ignore[arg-type]
 
 
-def fixed(nodes: int) -> Budget:
-    return Planner(BudgetConfig(fixed_nodes=nodes), None, 0.0)
+def fixed(nodes: int) -> BudgetRule:
+    return FixedPlanner(nodes)
 
 
 def drawn(hit: float, responses: int = 16, tokens: int = 80, seed: int = 0) -> list[Response]:
@@ -119,8 +118,8 @@ def test_nodes_go_where_they_are_worth_most() -> None:
 
 def test_the_papers_rule_fills_the_cheap_rows_whatever_they_are_worth() -> None:
     prices = surface(1.0, 0.1)
-    planner = Planner(BudgetConfig(max_nodes=2), prices.curve, prices.propose)
-    found = replay([Response(0, 10, (NOTHING,) * 4)] * 2, prices, PaperRule(planner), slots=2)
+    rule = PaperPlanner(BudgetConfig(max_nodes=2), prices.curve)
+    found = replay([Response(0, 10, (NOTHING,) * 4)] * 2, prices, rule, slots=2)
     assert found.proposed == 2 * found.turns and found.tokens_per_round == 1.0
 
 
