@@ -96,8 +96,11 @@ class TwoNodes:
     each: int = 2
     told: list[tuple] = field(default_factory=list)  # type: ignore[type-arg]
 
-    def nodes(self, running: int) -> int:
+    def nodes(self, running: int, context: float = 0.0) -> int:
         return self.each * running
+
+    def refreshed(self) -> None:
+        pass
 
     def cut(self, running: int, gain: Sequence[float]) -> int:
         return 3
