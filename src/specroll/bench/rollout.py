@@ -1,4 +1,4 @@
-"""`specroll bench rollout`: transformers' generate, our plain loop, and our speculative engine on the same work.
+"""What `specroll bench` times: transformers' generate, our plain loop, our speculative engine, and peers.
 
 Two kinds of cells. "Running R": R sequences decode the same fixed number of tokens (no EOS), so R run throughout.
 "P x G": P prompts with G responses each, to the last row, with EOS. Every system gets the same model, prompts and law.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,19 @@ from specroll.propose.heads import FutureHeads, HeadsProposer
 from specroll.types import Request, RoundStats, SamplingParams
 
 Prompts = Sequence[tuple[int, ...]]
-PAIRS = (("plain", "hf"), ("spec", "plain"), ("spec", "hf"), ("untrained", "plain"))
+Ask = Callable[[Prompts, int, Sequence[int], int], int]
+"""(rows, most tokens of each, ids that end one, seed) -> tokens made: a system in another process."""
+
+PAIRS = (
+    ("plain", "hf"),
+    ("plain", "vllm"),
+    ("spec", "plain"),
+    ("spec", "vllm"),
+    ("spec", "hf"),
+    ("untrained", "plain"),
+)
+MAX_RUNNING = 64
+"""Sequences that a system decodes together; all of them have the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +72,7 @@ class Bench:
         self.model: Any = model
         self.tokenizer = tokenizer
         self.sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=0)
-        self.engines = {"plain": Engine(model, tokenizer, config=EngineConfig(max_running=64))}
+        self.engines = {"plain": Engine(model, tokenizer, config=EngineConfig(max_running=MAX_RUNNING))}
         proposers = {"untrained": FutureHeads.for_model(model)}
         if heads is not None:
             proposers["spec"] = heads
@@ -68,18 +81,25 @@ class Bench:
                 model,
                 tokenizer,
                 proposer=HeadsProposer(proposed, model),
-                config=EngineConfig(max_running=64),
+                config=EngineConfig(max_running=MAX_RUNNING),
                 budget=BudgetConfig(max_nodes=max_nodes),
             )
+        self.peers: dict[str, Ask] = {}
         self.rounds: dict[str, list[RoundStats]] = {}
         """What each engine did in the counted repeats of the latest cell."""
+
+    @property
+    def systems(self) -> dict[str, Callable[[Cell, Prompts], System]]:
+        """What can be timed, by name."""
+        ours = {name: partial(self._ours, name) for name in self.engines}
+        return {"hf": self._hf, **ours, **{name: partial(self._peer, ask) for name, ask in self.peers.items()}}
 
     def run(
         self, cell: Cell, prompts: Prompts, systems: Sequence[str], repeats: int, on_run: Callable[[str, float], None]
     ) -> dict[str, Rates]:
-        self.rounds = {name: [] for name in systems if name != "hf"}
-        made = {name: self._hf(cell, prompts) if name == "hf" else self._ours(name, cell, prompts) for name in systems}
-        return interleave(made, repeats, on_run=on_run)
+        self.rounds = {name: [] for name in systems if name in self.engines}
+        makers = self.systems
+        return interleave({name: makers[name](cell, prompts) for name in systems}, repeats, on_run=on_run)
 
     def _chosen(self, cell: Cell, prompts: Prompts, repeat: int) -> list[tuple[int, ...]]:
         """The cell's rows in repeat `repeat`: other prompts each time, the same for every system."""
@@ -133,6 +153,10 @@ class Bench:
             return _count(out[:, longest:].tolist(), set(eos_ids) if cell.ends else set())
 
         return run
+
+    def _peer(self, ask: Ask, cell: Cell, prompts: Prompts) -> System:
+        eos_ids = sorted(self.engines["plain"].eos_ids) if cell.ends else []
+        return lambda repeat: ask(self._chosen(cell, prompts, repeat), cell.tokens, eos_ids, repeat + 1)
 
 
 def _count(rows: list[list[int]], eos_ids: set[int]) -> int:

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = ("plain_over_hf", "spec_over_plain", "spec_over_hf", "untrained_over_plain")
 
-
-def show_cell(name: str, cell: dict[str, Any]) -> None:
+def show_cell(name: str, cell: dict[str, Any], pairs: Sequence[str]) -> None:
     rates = "  ".join(f"{system} {r['median']:.0f}" for system, r in cell["tokens_per_second"].items())
-    ratios = "  ".join(f"{c} {cell[c]['median']:.2f}" for c in COLUMNS if c in cell)
+    ratios = "  ".join(f"{c} {cell[c]['median']:.2f}" for c in pairs if c in cell)
     print(f"{name:>5}  tokens/s: {rates}   {ratios}", flush=True)
 
 
-def show_summary(results: dict[str, Any]) -> None:
+def show_summary(results: dict[str, Any], pairs: Sequence[str]) -> None:
     table = Table(
         title=f"Ratios of tokens per second ({results['machine']['dtype']}), median [least, most] of the repeats"
     )
     table.add_column("sequences", justify="right")
-    for column in COLUMNS:
+    for column in pairs:
         table.add_column(column.replace("_", " "), justify="right")
     table.add_column("tokens/round", justify="right")
     for name, cell in results["cells"].items():
-        ratios = [_spread(cell.get(c)) for c in COLUMNS]
+        ratios = [_spread(cell.get(c)) for c in pairs]
         per_round = cell["tokens_per_round"].get("spec")
         table.add_row(name, *ratios, f"{per_round:.2f}" if per_round else "-")
     Console().print(table)
     if memory := results.get("peak_memory_ratio"):
         print(f"Peak memory over the plain loop's, heads not counted: {memory:.2f}")
+    for running, share in results.get("roofline_share", {}).items():
+        print(f"Products alone over a plain round at {running} running: {share:.0%}")
 
 
 def _spread(ratio: dict[str, float] | None) -> str:
