@@ -1,0 +1,60 @@
+"""How near the plain loop is to the machine's limit: the linear products of a pass alone, over a whole round.
+
+The products run as they do in a rollout, packed where they are packed there, one after another on rows that are there
+already: no attention, no norms, no cache, no draw. Every weight is read once in each pass, so this is also the time
+that memory asks for.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from specroll.model.joint import together
+from specroll.model.target import HFTarget
+from specroll.types import RoundStats
+
+_REPEATS = 10
+
+
+def products_seconds(target: HFTarget, rows: int) -> float:
+    """Least seconds that the products of one pass over `rows` rows took, of several passes."""
+    layers = [layer for group in together(target.causal, _linear) for layer in group]
+    with target.rolling_out():
+        # One input for all layers of a width: those that share a product (q, k, v) know each other by it.
+        input_1NH = {layer.in_features: _rows(target, rows, layer.in_features) for layer in layers}
+        return min([_pass(target.device, layers, input_1NH) for _ in range(1 + _REPEATS)][1:])
+
+
+def roofline(target: HFTarget, rounds: Sequence[RoundStats], running: int) -> dict[str, float] | None:
+    """`products_seconds` over the median plain round of `running` sequences (the prompts' passes not counted).
+
+    None where the rounds hold none of so many sequences.
+    """
+    full = [r for r in rounds if r.running == running]
+    if not full:
+        return None
+    products = products_seconds(target, running)
+    of_round = statistics.median(sum(s for stage, s in r.seconds.items() if stage != "prefill") for r in full)
+    return {"products_seconds": products, "round_seconds": of_round, "share": products / of_round}
+
+
+def _linear(module: nn.Module) -> nn.Linear | None:
+    return module if isinstance(module, nn.Linear) else None
+
+
+def _rows(target: HFTarget, rows: int, width: int) -> Tensor:
+    return torch.randn(1, rows, width, device=target.device).to(target.causal.dtype)
+
+
+def _pass(device: torch.device, layers: Sequence[nn.Linear], input_1NH: dict[int, Tensor]) -> float:
+    started = time.perf_counter()
+    for layer in layers:
+        layer(input_1NH[layer.in_features])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
