@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "heads fit": ("specroll.cli.heads", "Fit future-token heads to a model's own samples"),
     "profile": ("specroll.cli.profile", "Show where a round's time goes, and what further rows of a pass cost"),
     "bench rollout": ("specroll.cli.bench", "Time transformers, the plain loop and speculation on the same work"),
+    "bench peers": ("specroll.cli.peers", "Time the same against vLLM and the machine's limit"),
 }
 
 _HEADER = """\
