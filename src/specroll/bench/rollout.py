@@ -32,6 +32,11 @@ PAIRS = (
     ("spec", "vllm"),
     ("spec", "hf"),
     ("untrained", "plain"),
+    ("optimal", "paper"),
+    ("optimal", "plain"),
+    ("paper", "plain"),
+    ("random", "plain"),
+    ("hostile", "plain"),
 )
 MAX_RUNNING = 64
 """Sequences that a system decodes together; all of them have the same."""

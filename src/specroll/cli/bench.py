@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specroll.cli.measure import Work, WorkOptions, finish, head, load_work, measure
+from specroll.config import BudgetConfig, BudgetRuleName
 
 PAIRS = ("plain_over_hf", "spec_over_plain", "spec_over_hf", "untrained_over_plain")
 
@@ -18,12 +19,16 @@ class Options(WorkOptions):
 
     systems: tuple[str, ...] = ("hf", "plain", "spec", "untrained")
     """Which systems to time."""
+    budget: BudgetRuleName = BudgetConfig().rule
+    """optimal verifies as many nodes as pay in each round; paper is the published rule, a baseline."""
 
 
 def main(options: Options) -> int:
     from specroll.cli.bench_view import show_summary
 
     work = load_work(options)
+    for engine in work.bench.engines.values():
+        engine.budget = replace(engine.budget, rule=options.budget)
     results = head(work)
     systems = work.systems(options.systems)
     if not systems:

@@ -32,6 +32,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "bench rollout": ("specroll.cli.bench", "Time transformers, the plain loop and speculation on the same work"),
     "bench peers": ("specroll.cli.peers", "Time the same against vLLM and the machine's limit"),
+    "bench budget": (
+        "specroll.cli.bench_budget",
+        "Time the optimal node budget against the paper's and the plain loop",
+    ),
 }
 
 _HEADER = """\

@@ -101,6 +101,14 @@ def head(work: Work) -> Results:
     return {"command": command, "machine": machine(work.bench.model), "complete": False, "cells": {}}
 
 
+def summary(cells: Results, pairs: Sequence[str]) -> Results:
+    """The documented keys: medians of ratios by running sequences, and the same by batch."""
+    found: Results = {p: {n: c[p]["median"] for n, c in cells.items() if p in c and "x" not in n} for p in pairs}
+    found["batch"] = {p: {n: c[p]["median"] for n, c in cells.items() if p in c and "x" in n} for p in pairs}
+    found["tokens_per_round"] = {n: c["tokens_per_round"].get("spec") for n, c in cells.items()}
+    return found
+
+
 def measure(
     options: WorkOptions,
     work: Work,
@@ -108,10 +116,12 @@ def measure(
     pairs: Sequence[str],
     results: Results,
     more: Callable[[Cell], Results] = lambda cell: {},
+    sum_up: Callable[[Results, Sequence[str]], Results] = summary,
 ) -> None:
     """Fill `results` (a `head` and what else tells measurements apart) with every cell, writing after each.
 
-    `pairs` are the ratios to sum up, "plain_over_hf"; `more(cell)` adds to the cell that was just measured.
+    `pairs` are the ratios to sum up, "plain_over_hf"; `more(cell)` adds to the cell that was just measured, and
+    `sum_up(cells, pairs)` makes the keys beside the cells.
     """
     from specroll.bench.rollout import report
     from specroll.cli.bench_view import show_cell
@@ -133,7 +143,7 @@ def measure(
                 )
                 results["cells"][cell.name] = report(cell, rates, work.bench.rounds) | more(cell)
             show_cell(cell.name, results["cells"][cell.name], pairs)
-            results |= summary(results["cells"], pairs)
+            results |= sum_up(results["cells"], pairs)
             _write(options.json, results)  # after every cell, so that an interruption loses nothing
 
 
@@ -165,11 +175,3 @@ def _write(path: Path | None, results: Results) -> None:
 
     if path is not None:
         write_atomic(path, (json.dumps(results, indent=1) + "\n").encode())
-
-
-def summary(cells: Results, pairs: Sequence[str]) -> Results:
-    """The documented keys: medians of ratios by running sequences, and the same by batch."""
-    found: Results = {p: {n: c[p]["median"] for n, c in cells.items() if p in c and "x" not in n} for p in pairs}
-    found["batch"] = {p: {n: c[p]["median"] for n, c in cells.items() if p in c and "x" in n} for p in pairs}
-    found["tokens_per_round"] = {n: c["tokens_per_round"].get("spec") for n, c in cells.items()}
-    return found

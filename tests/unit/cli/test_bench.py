@@ -60,9 +60,22 @@ def test_an_interrupted_measurement_goes_on(
     assert results["cells"]["1"] == first["1"] and set(results["cells"]) == {"1", "2", "1x2"}
 
 
+def test_every_engine_gets_the_budget_asked_for(
+    bench: Callable,  # type: ignore[type-arg]
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(self: Bench, *others: object) -> None:
+        raise ValueError(str({name: engine.budget.rule for name, engine in self.engines.items()}))
+
+    monkeypatch.setattr(Bench, "run", stop)
+    assert "{'plain': 'paper', 'untrained': 'paper'}" in bench(*SMALL, "--budget", "paper").err
+    assert "{'plain': 'optimal', 'untrained': 'optimal'}" in bench(*SMALL).err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (("--budget", "best"), "invalid choice: 'best'"),
         (("--running", 0), "running must be at least 1"),
         (("--repeats", 0), "repeats must be at least 1"),
         (("--tokens", 0), "tokens must be at least 1"),

@@ -1,0 +1,121 @@
+"""`specroll bench budget` on a tiny model: its keys, the worst case, what its proposers are, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from specroll.bench.budget import Hostile, engines, random_heads, worst_over_plain
+from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.store import save_heads
+from specroll.types import Features, Request, SamplingParams
+from tiny import VOCAB_SIZE, tiny, tiny_tokenizer
+
+PAIRS = ("optimal_over_paper", "optimal_over_plain", "paper_over_plain", "random_over_plain", "hostile_over_plain")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def bench(specroll: Callable, tiny_folder: Path, tmp_path: Path) -> Callable:  # type: ignore[type-arg]
+    (tmp_path / "questions.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n' * 3)
+    return lambda *options: specroll(
+        "bench", "budget", "--model", tiny_folder, "--task", tmp_path / "questions.jsonl", *options
+    )
+
+
+def some_heads() -> FutureHeads:
+    heads = FutureHeads.for_model(tiny("llama"), vocabulary=torch.arange(2, 50))
+    torch.nn.init.normal_(heads.second_KHF, std=0.3, generator=torch.Generator().manual_seed(0))
+    return heads
+
+
+def test_the_documented_keys_are_there(bench: Callable, tmp_path: Path) -> None:  # type: ignore[type-arg]
+    heads, path = save_heads(some_heads(), tmp_path / "heads", tiny("llama")), tmp_path / "budget.json"
+    small = ("--running", 1, 3, "--batches", "1x2", "--tokens", 5, "--repeats", 2)
+    done = bench("--heads", heads, *small, "--json", path)
+    assert done.code == 0 and "least ratio to plain decoding" in done.out
+    results = json.loads(path.read_text())
+    assert results["complete"]
+    for pair in PAIRS:
+        assert set(results[pair]) == {"1", "3", "1x2"}
+        assert all(results[pair][name] == results["cells"][name][pair]["median"] for name in results[pair])
+    over_plain = {f"{p.split('_')[0]}": results[p] for p in PAIRS if p.startswith(("optimal_over_plain", "r", "h"))}
+    assert results["worst_over_plain"]["ratio"] == min(min(ratios.values()) for ratios in over_plain.values())
+    nodes = results["cells"]["3"]["nodes_per_row"]
+    assert nodes["plain"] == 0 and nodes["paper"] >= 1  # in every round
+
+
+def test_the_worst_case_is_the_least_ratio_of_an_optimal_budget() -> None:
+    def cell(**ratios: float) -> dict[str, dict[str, float]]:
+        return {name: {"median": ratio, "min": 0.1, "max": 9.0} for name, ratio in ratios.items()}
+
+    cells = {
+        "1": cell(optimal_over_plain=1.4, random_over_plain=0.995, hostile_over_plain=0.99, paper_over_plain=0.2),
+        "64": cell(optimal_over_plain=0.998, random_over_plain=0.97, hostile_over_plain=1.0, optimal_over_paper=0.5),
+    }
+    assert worst_over_plain(cells) == {"ratio": 0.97, "case": "random, 64 running"}
+    cells["8x8"] = cell(hostile_over_plain=0.96)
+    assert worst_over_plain(cells) == {"ratio": 0.96, "case": "hostile, 8x8"}
+    assert worst_over_plain({"1": cell(paper_over_plain=0.2)}) is None
+
+
+def test_the_hostile_proposer_is_as_sure_as_the_good_one_and_never_learns() -> None:
+    model, heads = tiny("llama"), some_heads()
+    good = HeadsProposer(heads, model)
+    hostile = Hostile(HeadsProposer(heads, model))
+    index = torch.arange(3)
+    features = Features(torch.randn(3, 32), index, index, index + 5, SamplingParams())
+    mine, theirs = hostile.propose(features), good.propose(features)
+    assert torch.equal(mine.token_SKC, (theirs.token_SKC + 1) % VOCAB_SIZE) and mine.token_SKC.max() < VOCAB_SIZE
+    assert torch.equal(mine.hit_SKC, theirs.hit_SKC) and torch.equal(mine.score_SKC, theirs.score_SKC)
+    made = engines(model, tiny_tokenizer(), heads, max_nodes=4, max_running=4)["hostile"]  # type: ignore[arg-type]
+    assert made.proposer is not None
+    before = made.proposer.propose(features).hit_SKC
+    made.generate([Request(prompt_ids=(3, 4), sample=0, max_new_tokens=30)], SamplingParams())
+    assert torch.equal(made.proposer.propose(features).hit_SKC, before)
+
+
+def test_the_systems_share_weights_and_slots_and_say_the_same() -> None:
+    model, heads = tiny("llama"), some_heads()
+    made = engines(model, tiny_tokenizer(), heads, max_nodes=6, max_running=8)  # type: ignore[arg-type]
+    assert len({id(engine.target) for engine in made.values()}) == 1
+    assert {name: engine.budget.rule for name, engine in made.items()} == {
+        "plain": "optimal", "optimal": "optimal", "paper": "paper", "random": "optimal", "hostile": "optimal",
+    }  # fmt: skip
+    requests = [Request(prompt_ids=(3, 4, 5), sample=i, max_new_tokens=12) for i in range(3)]
+    said = [
+        [c.token_ids for c in engine.generate(requests, SamplingParams(top_p=0.95)).completions]
+        for engine in made.values()
+    ]
+    assert all(tokens == said[0] for tokens in said)
+
+
+def test_random_heads_cost_as_much_and_know_nothing() -> None:
+    model, heads = tiny("llama"), some_heads()
+    made = random_heads(heads, model)
+    assert made.second_KHF.shape == heads.second_KHF.shape and made.trained
+    assert made.vocabulary_V is not None and torch.equal(made.vocabulary_V, heads.vocabulary_V)  # type: ignore[arg-type]
+    assert torch.equal(made.second_KHF, random_heads(heads, model).second_KHF)
+    assert not torch.equal(made.second_KHF, random_heads(heads, model, seed=1).second_KHF)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ((), 2, "give --heads"),
+        (("--heads", "nowhere"), 1, "no heads in nowhere"),
+        (("--heads", "nowhere", "--systems", "hf"), 2, "systems are plain, optimal, paper, random, hostile; got hf"),
+        (("--heads", "nowhere", "--running", 0), 2, "running must be at least 1"),
+    ],
+)
+def test_refusals_are_one_line(bench: Callable, options: tuple[object, ...], code: int, words: str) -> None:  # type: ignore[type-arg]
+    result = bench(*options)
+    assert result.code == code and words in result.err and result.err.count("\n") == 1
