@@ -132,10 +132,10 @@ def _collect(options: Options, engine: Engine, requests: list[Request], work: Pa
     from specroll.types import Trajectory
 
     def sample(some: Any) -> list[Trajectory]:
-        drawn: list[Trajectory] = []
-        rollout = engine.generate(some, options.sampling(), on_trajectory=drawn.append)
+        engine.history.forget()  # a piece depends on none before it, so a fit that was interrupted ends the same
+        rollout, trajectories = engine.record(some, options.sampling())
         rates.append(rollout.tokens / rollout.seconds)
-        return drawn
+        return trajectories
 
     rates: list[float] = []
     settings: dict[str, object] = {

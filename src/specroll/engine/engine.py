@@ -74,7 +74,7 @@ class Engine:
         self.config, self.budget = config, budget
         self.eos_ids = frozenset(_eos_ids(self.target, tokenizer) if eos_ids is None else eos_ids)
         self.policy_version = 0
-        self._history = LengthHistory()
+        self.history = LengthHistory()
         self._planner: BudgetRule | None = None
         self._planned: tuple[Proposer, int] | None = None  # the proposer and its version that the planner knows
 
@@ -115,9 +115,32 @@ class Engine:
                 self.policy_version,
                 self.tokenizer,
             )
-            completions, rounds = session.run(requests, slots, self._history.expected)
-        self._history.observe(requests, completions)
+            completions, rounds = session.run(requests, slots, self.history.expected)
+        self.history.observe(requests, completions)
         return Rollout(completions, rounds, time.perf_counter() - started)
+
+    def record(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        *,
+        on_completion: Callable[[int, Completion], None] | None = None,
+    ) -> tuple[Rollout, list[Trajectory]]:
+        """`generate`, with what a proposer can learn from each response, in the order of the requests.
+
+        Responses end in an order that depends on what ran beside them; what is learned from them should not.
+        """
+        ended: list[int] = []
+        trajectories: list[Trajectory] = []
+
+        def completed(index: int, completion: Completion) -> None:
+            ended.append(index)
+            if on_completion is not None:
+                on_completion(index, completion)
+
+        rollout = self.generate(requests, sampling, on_completion=completed, on_trajectory=trajectories.append)
+        by_request = dict(zip(ended, trajectories, strict=True))  # a response's hooks are called one after the other
+        return rollout, [by_request[i] for i in range(len(requests))]
 
     def _check(self, requests: Sequence[Request]) -> None:
         limit = getattr(self.target.config, "max_position_embeddings", None)

@@ -24,6 +24,10 @@ class LengthHistory:
         """Expected tokens of the response; of a prompt that is new, the most that is allowed."""
         return min(self._mean.get(request.prompt_ids, float("inf")), request.max_new_tokens)
 
+    def forget(self) -> None:
+        """Start anew, for what must not depend on earlier rollouts to the last bit: order moves roundings."""
+        self._mean.clear()
+
     def observe(self, requests: Iterable[Request], completions: Iterable[Completion]) -> None:
         """Learn from a finished rollout."""
         lengths: dict[tuple[int, ...], list[int]] = {}

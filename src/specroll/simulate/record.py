@@ -10,13 +10,14 @@ What rounds cost on this machine is `timing`'s matter.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import torch
 
 from specroll.engine import Engine
 from specroll.simulate.trace import Response, Round
 from specroll.tree.grow import Ranked, rank
-from specroll.types import Completion, Draws, Features, Proposer, Request, SamplingParams, Trajectory, Tree, Verdict
+from specroll.types import Draws, Features, Proposer, Request, SamplingParams, Trajectory, Tree, Verdict
 from specroll.verify.walk import walk
 
 _ROWS = 64  # sequences that are proposed for together: bounds the memory of the draft's logits
@@ -62,17 +63,11 @@ def record(
 def _sample(
     engine: Engine, requests: Sequence[Request], sampling: SamplingParams, on_progress: OnProgress
 ) -> list[Trajectory]:
-    """Finished responses, in the order of the requests."""
-    ended: list[int] = []
-    trajectories: list[Trajectory] = []
-
-    def completed(index: int, completion: Completion) -> None:
-        ended.append(index)
-        on_progress("sampling", len(ended), len(requests))
-
-    engine.generate(requests, sampling, on_completion=completed, on_trajectory=trajectories.append)
-    by_request = dict(zip(ended, trajectories, strict=True))  # a response's two hooks are called one after the other
-    return [by_request[i] for i in range(len(requests))]
+    done = count(1)
+    _, trajectories = engine.record(
+        requests, sampling, on_completion=lambda *_: on_progress("sampling", next(done), len(requests))
+    )
+    return trajectories
 
 
 def _features(

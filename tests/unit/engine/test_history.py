@@ -63,10 +63,11 @@ def test_a_prompts_second_rollout_ends_sooner() -> None:
     engine = Engine(tiny("llama"), eos_ids=[], config=EngineConfig(max_running=2))
     requests = [request(10 + i, i, tokens=6) for i in range(6)] + [request(20, 6, tokens=30)]
     # Limits stand in for what only a rollout can tell.
-    engine._history.expected = lambda r: 0.0  # type: ignore[method-assign]
+    engine.history.expected = lambda r: 0.0  # type: ignore[method-assign]
     first = engine.generate(requests, SamplingParams())
-    engine._history = LengthHistory()
+    del engine.history.expected  # type: ignore[attr-defined]
+    engine.history.forget()
     second = engine.generate(requests, SamplingParams())
     assert [c.token_ids for c in first.completions] == [c.token_ids for c in second.completions]
     assert len(second.rounds) < len(first.rounds)
-    assert engine._history.expected(request(20, 0, tokens=99)) == 30
+    assert engine.history.expected(request(20, 0, tokens=99)) == 30
