@@ -24,12 +24,15 @@ from specroll.model.joint import Joint, together
 def plain_lora(module: nn.Module) -> Any | None:
     """The module, if it is a LoRA layer around a linear one with one active, unmerged adapter of the plain kind."""
     lora = sys.modules.get("peft.tuners.lora.layer")  # a model with adapters has imported it
-    if lora is None or type(module) is not lora.Linear or module.disable_adapters or module.merged:
+    if lora is None or type(module) is not lora.Linear:
         return None
-    active = [name for name in module.active_adapters if name in module.lora_A]
-    if len(active) != 1 or active[0] in module.lora_variant or module.lora_B[active[0]].bias is not None:
+    layer: Any = module
+    if layer.disable_adapters or layer.merged:
         return None
-    return module
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(active) != 1 or active[0] in layer.lora_variant or layer.lora_B[active[0]].bias is not None:
+        return None
+    return layer
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def _linear(module: nn.Module) -> nn.Linear | None:
 def _pack_together(group: _Group) -> Product | None:
     if len({linear.in_features for linear in group}) > 1:
         return None
-    weight = torch.cat([linear.weight.detach() for linear in group]) if len(group) > 1 else group[0].weight
+    weight = torch.cat([linear.weight.detach() for linear in group])
     biases = [linear.bias for linear in group]
     if all(bias is None for bias in biases):
         return pack(weight)
