@@ -77,7 +77,7 @@ def _kind(operation: str) -> str:
     return "products" if any(mark in name for mark in _PRODUCTS) else "other operations"
 
 
-def _median_seconds(run: Callable[[], None]) -> float:
+def _median_seconds(run: Callable[[], object]) -> float:
     times = []
     for _ in range(2 + _PASSES):
         start = time.perf_counter()

@@ -10,7 +10,7 @@ speculation: read the ratios first, and tokens per second as an upper bound.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 from specroll.budget import LatencyCurve, row_grid
 
@@ -95,17 +95,9 @@ class Roofline:
     def name(self) -> str:
         return f"roofline of {self.device.name}, {self.size.name}"
 
-    @cached_property
+    @property
     def curve(self) -> LatencyCurve:
-        grid = row_grid(_CURVE_ROWS)
-        return LatencyCurve(
-            tuple(grid),
-            tuple(
-                self.verify(trees, rows - trees, trees * _CURVE_CONTEXT)
-                for rows in grid
-                for trees in (max(1, rows // _ROWS_PER_TREE),)
-            ),
-        )
+        return _curve(self)
 
     def verify(self, running: int, nodes: int, context: int) -> float:
         launches = self.size.layers * LAUNCH_SECONDS + HOST_SECONDS
@@ -135,3 +127,16 @@ class Roofline:
 
     def _read(self, size: float) -> float:
         return size / self.device.bytes_per_second
+
+
+@lru_cache
+def _curve(roofline: Roofline) -> LatencyCurve:
+    grid = row_grid(_CURVE_ROWS)
+    return LatencyCurve(
+        tuple(grid),
+        tuple(
+            roofline.verify(trees, rows - trees, trees * _CURVE_CONTEXT)
+            for rows in grid
+            for trees in (max(1, rows // _ROWS_PER_TREE),)
+        ),
+    )
