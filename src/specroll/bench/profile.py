@@ -6,7 +6,6 @@ into products, attention and all others; what is left of the wall clock is the h
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -58,7 +57,6 @@ def pass_milliseconds(engine: Engine, rows: int) -> dict[str, float]:
         activities = [ProfilerActivity.CPU]
         if target.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # or the profiler tells of its own steps on standard error
         with profile(activities=activities) as seen:
             for _ in range(_PROFILED):
                 run()
