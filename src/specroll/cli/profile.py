@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,7 +40,6 @@ class Options(ModelOptions):
 
 
 def main(options: Options) -> int:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # read as PyTorch loads: its profiler would tell of its own steps
     from specroll.bench.profile import pass_milliseconds
     from specroll.bench.rollout import machine
     from specroll.build import encode
