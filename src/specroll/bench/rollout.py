@@ -37,6 +37,7 @@ PAIRS = (
     ("paper", "plain"),
     ("random", "plain"),
     ("hostile", "plain"),
+    ("control", "plain"),
 )
 MAX_RUNNING = 64
 """Sequences that a system decodes together; all of them have the same."""

@@ -7,20 +7,28 @@ from dataclasses import dataclass
 
 from specroll.cli.measure import Results, WorkOptions, finish, head, load_work, measure
 
-PAIRS = ("optimal_over_paper", "optimal_over_plain", "paper_over_plain", "random_over_plain", "hostile_over_plain")
+PAIRS = (
+    "optimal_over_paper",
+    "optimal_over_plain",
+    "paper_over_plain",
+    "random_over_plain",
+    "hostile_over_plain",
+    "control_over_plain",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(WorkOptions):
     """Time plain decoding, the optimal budget and the paper's rule on the same work, interleaved, with the given heads;
-    and the optimal budget with random heads and with a hostile proposer, which must not lose to plain decoding.
+    and the optimal budget with random heads and with a hostile proposer, which must not lose to plain decoding. The
+    control is plain decoding once more: what its ratio is off by is the machine's unrest.
     """
 
     running: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     """Numbers of running sequences; each decodes a fixed number of tokens."""
     batches: tuple[str, ...] = ("1x4", "1x8", "8x8")
     """Whole batches, PROMPTSxRESPONSES, that run down to the last row."""
-    systems: tuple[str, ...] = ("plain", "optimal", "paper", "random", "hostile")
+    systems: tuple[str, ...] = ("plain", "control", "optimal", "paper", "random", "hostile")
     """Which systems to time."""
 
     def __post_init__(self) -> None:
@@ -43,6 +51,8 @@ def main(options: Options) -> int:
     show_summary(results, PAIRS)
     if worst := results["worst_over_plain"]:
         print(f"The optimal budget's least ratio to plain decoding: {worst['ratio']:.2f} ({worst['case']})")
+    if control := results["control_worst"]:
+        print(f"Plain decoding's least ratio to itself: {control['ratio']:.2f} ({control['case']})")
     finish(options, results)
     return 0
 
@@ -52,4 +62,7 @@ def sum_up(cells: Results, pairs: Sequence[str]) -> Results:
     from specroll.bench.budget import worst_over_plain
 
     found: Results = {p: {name: cell[p]["median"] for name, cell in cells.items() if p in cell} for p in pairs}
-    return found | {"worst_over_plain": worst_over_plain(cells)}
+    return found | {
+        "worst_over_plain": worst_over_plain(cells),
+        "control_worst": worst_over_plain(cells, ("control",)),
+    }

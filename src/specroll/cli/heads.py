@@ -37,8 +37,8 @@ class Options(ModelOptions, SamplingOptions):
     """Folder with the published sets as JSON Lines [SPECROLL_DATA]."""
     rollouts: int = 400
     """Responses to sample."""
-    group: int = 4
-    """Responses per prompt."""
+    group: int = 1
+    """Responses per prompt. Heads learn most from as many different prompts as there can be."""
     max_new_tokens: int = 160
     """Most tokens of a response."""
     horizons: int = HeadsConfig().horizons

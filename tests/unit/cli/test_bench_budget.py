@@ -15,7 +15,14 @@ from specroll.propose.store import save_heads
 from specroll.types import Features, Request, SamplingParams
 from tiny import VOCAB_SIZE, tiny, tiny_tokenizer
 
-PAIRS = ("optimal_over_paper", "optimal_over_plain", "paper_over_plain", "random_over_plain", "hostile_over_plain")
+PAIRS = (
+    "optimal_over_paper",
+    "optimal_over_plain",
+    "paper_over_plain",
+    "random_over_plain",
+    "hostile_over_plain",
+    "control_over_plain",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +95,7 @@ def test_the_systems_share_weights_and_slots_and_say_the_same() -> None:
     made = engines(model, tiny_tokenizer(), heads, max_nodes=6, max_running=8)  # type: ignore[arg-type]
     assert len({id(engine.target) for engine in made.values()}) == 1
     assert {name: engine.budget.rule for name, engine in made.items()} == {
-        "plain": "optimal", "optimal": "optimal", "paper": "paper", "random": "optimal", "hostile": "optimal",
+        "plain": "optimal", "control": "optimal", "optimal": "optimal", "paper": "paper", "random": "optimal", "hostile": "optimal",
     }  # fmt: skip
     requests = [Request(prompt_ids=(3, 4, 5), sample=i, max_new_tokens=12) for i in range(3)]
     said = [
