@@ -95,7 +95,7 @@ def test_the_systems_share_weights_and_slots_and_say_the_same() -> None:
     made = engines(model, tiny_tokenizer(), heads, max_nodes=6, max_running=8)  # type: ignore[arg-type]
     assert len({id(engine.target) for engine in made.values()}) == 1
     assert {name: engine.budget.rule for name, engine in made.items()} == {
-        "plain": "optimal", "control": "optimal", "optimal": "optimal", "paper": "paper", "random": "optimal", "hostile": "optimal",
+        **dict.fromkeys(("plain", "control", "optimal", "random", "hostile"), "optimal"), "paper": "paper",
     }  # fmt: skip
     requests = [Request(prompt_ids=(3, 4, 5), sample=i, max_new_tokens=12) for i in range(3)]
     said = [
