@@ -49,10 +49,10 @@ def main(path: Path) -> None:
     rows = [tuple(p) for p in settings["prompts"] for _ in range(settings["group"])]
     requests = [Request(prompt_ids=p, sample=i, max_new_tokens=settings["tokens"]) for i, p in enumerate(rows)]
     engine.generate(requests, SamplingParams(top_p=0.95))
-    print(_own_peak_bytes())
+    print(own_peak_bytes())
 
 
-def _own_peak_bytes() -> int:
+def own_peak_bytes() -> int:
     """Peak resident memory of this program alone: Linux's ru_maxrss starts at what the parent held when it forked."""
     status = Path("/proc/self/status")
     if status.exists():

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,6 +23,17 @@ _ATTENTION = ("scaled_dot_product", "flash", "attention", "fmha")
 _PASSES, _PROFILED = 12, 4
 
 
+@contextmanager
+def without_ends(engine: Engine) -> Iterator[None]:
+    """For the length of the block no token ends a response: all get as long as they may."""
+    eos_ids = engine.eos_ids
+    engine.eos_ids = frozenset()
+    try:
+        yield
+    finally:
+        engine.eos_ids = eos_ids
+
+
 def rounds_of(
     engine: Engine, prompts: Sequence[tuple[int, ...]], running: int, tokens: int, first_sample: int
 ) -> list[RoundStats]:
@@ -30,12 +42,8 @@ def rounds_of(
         Request(prompt_ids=prompts[i % len(prompts)], sample=first_sample + i, max_new_tokens=tokens)
         for i in range(running)
     ]
-    eos_ids = engine.eos_ids
-    engine.eos_ids = frozenset()
-    try:
+    with without_ends(engine):
         rollout = engine.generate(requests, SamplingParams(top_p=0.95))
-    finally:
-        engine.eos_ids = eos_ids
     return [r for r in rollout.rounds if r.running == running]
 
 

@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "specroll.cli.bench_budget",
         "Time the optimal node budget against the paper's and the plain loop",
     ),
+    "bench scale": ("specroll.cli.bench_scale", "Time ever longer queues and contexts, and watch the memory"),
 }
 
 _HEADER = """\

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specroll.cli.common import ModelOptions, check_at_least, check_writable, quiet_loading
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from specroll.bench.rollout import Bench, Cell
+    from specroll.build import Message
+    from specroll.cli.progress import Progress
     from specroll.propose.heads import FutureHeads
 
 Results = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkOptions(ModelOptions):
-    """The work that systems are timed on."""
+class TimingOptions(ModelOptions):
+    """What is timed: a model, perhaps with heads, on the prompts of a task."""
 
     heads: Path | None = None
     """Folder of heads that were fitted to the model."""
@@ -29,14 +34,6 @@ class WorkOptions(ModelOptions):
     """Where the prompts come from: a task name or a JSON Lines file."""
     data_dir: Path | None = None
     """Folder with the published sets as JSON Lines (also SPECROLL_DATA)."""
-    running: tuple[int, ...] = (1, 4, 8, 32, 64)
-    """Numbers of running sequences; each decodes a fixed number of tokens."""
-    batches: tuple[str, ...] = ("1x4", "2x8", "8x8")
-    """Whole batches, PROMPTSxRESPONSES, that run down to the last row."""
-    systems: tuple[str, ...] = ("hf", "plain", "spec")
-    """Which systems to time."""
-    tokens: int = 72
-    """New tokens of a running cell (a third of it from 32 sequences up), and twice that at most in a batch."""
     repeats: int = 5
     """Counted repeats of every cell, after one that is not."""
     max_nodes: int = 16
@@ -45,8 +42,26 @@ class WorkOptions(ModelOptions):
     """Write the results here (keys: docs/commands.md); the same command goes on from there after an interruption."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, tokens=self.tokens, repeats=self.repeats, **{"each of running": min(self.running, default=1)})
+        check_at_least(1, repeats=self.repeats)
         check_at_least(0, max_nodes=self.max_nodes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkOptions(TimingOptions):
+    """The work that systems are timed on."""
+
+    running: tuple[int, ...] = (1, 4, 8, 32, 64)
+    """Numbers of running sequences; each decodes a fixed number of tokens."""
+    batches: tuple[str, ...] = ("1x4", "2x8", "8x8")
+    """Whole batches, PROMPTSxRESPONSES, that run down to the last row."""
+    systems: tuple[str, ...] = ("hf", "plain", "spec")
+    """Which systems to time."""
+    tokens: int = 72
+    """New tokens of a running cell (a third of it from 32 sequences up), and twice that at most in a batch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(1, tokens=self.tokens, **{"each of running": min(self.running, default=1)})
         if bad := [b for b in self.batches if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", b)]:
             raise ValueError(f"a batch is PROMPTSxRESPONSES, such as 8x8; got {bad[0]!r}")
         if not self.running and not self.batches:
@@ -71,34 +86,53 @@ class Work:
         return [name for name in wanted if name in self.bench.systems]
 
 
-def load_work(options: WorkOptions) -> Work:
+class Loaded(NamedTuple):
+    """What the options name, ready to be run."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    heads: FutureHeads | None
+    prompts: list[list[Message]]
+
+
+def load(options: TimingOptions) -> Loaded:
     """Load what the options name. Raises ValueError or OSError."""
-    from specroll.bench.rollout import Bench, batch_cell, running_cell
-    from specroll.build import encode
     from specroll.model.load import load_model
     from specroll.propose.store import load_heads
     from specroll.train.data import load_task
 
     check_writable(options.json)
-    cells = [running_cell(r, options.tokens if r < 32 else max(1, options.tokens // 3)) for r in options.running]
-    cells += [batch_cell(b, 2 * options.tokens) for b in options.batches]
     with quiet_loading():
         model, tokenizer = load_model(options.model, dtype=options.dtype)
     heads = load_heads(options.heads, model) if options.heads else None
     own_file = options.task.endswith((".jsonl", ".jsonl.gz"))  # it has no held-out part, and nothing is learned here
     task = load_task(options.task, data_dir=options.data_dir, split="train" if own_file else "held_out", size=64)
-    prompts = encode(tokenizer, list(task.dataset["prompt"]))
-    return Work(cells, prompts, Bench(model, tokenizer, heads, options.max_nodes), heads)
+    return Loaded(model, tokenizer, heads, list(task.dataset["prompt"]))
+
+
+def load_work(options: WorkOptions) -> Work:
+    """The cells that the options ask for, around what they name. Raises ValueError or OSError."""
+    from specroll.bench.rollout import Bench, batch_cell, running_cell
+    from specroll.build import encode
+
+    cells = [running_cell(r, options.tokens if r < 32 else max(1, options.tokens // 3)) for r in options.running]
+    cells += [batch_cell(b, 2 * options.tokens) for b in options.batches]
+    model, tokenizer, heads, prompts = load(options)
+    return Work(cells, encode(tokenizer, prompts), Bench(model, tokenizer, heads, options.max_nodes), heads)
 
 
 def head(work: Work) -> Results:
+    return head_of(work.bench.model)
+
+
+def head_of(model: PreTrainedModel) -> Results:
     """What the figures hold for: a measurement goes on only where all of this is the same."""
     import sys
 
     from specroll.bench.rollout import machine
 
     command = "specroll " + " ".join(sys.argv[1:])
-    return {"command": command, "machine": machine(work.bench.model), "complete": False, "cells": {}}
+    return {"command": command, "machine": machine(model), "complete": False, "cells": {}}
 
 
 def summary(cells: Results, pairs: Sequence[str]) -> Results:
@@ -125,29 +159,48 @@ def measure(
     """
     from specroll.bench.rollout import report
     from specroll.cli.bench_view import show_cell
+
+    def run(cell: Cell, progress: Progress) -> Results:
+        done, total = count(1), len(systems) * (options.repeats + 1)
+        rates = work.bench.run(
+            cell,
+            work.prompts,
+            systems,
+            options.repeats,
+            lambda name, rate: progress(f"cell {cell.name}", next(done), total, f"{name} {rate:.0f} tokens/s"),
+        )
+        return report(cell, rates, work.bench.rounds) | more(cell)
+
+    go_through(
+        options.json,
+        results,
+        {cell.name: partial(run, cell) for cell in work.cells},
+        lambda cells: sum_up(cells, pairs),
+        lambda name, measured: show_cell(name, measured, pairs),
+    )
+
+
+def go_through(
+    path: Path | None,
+    results: Results,
+    cells: Mapping[str, Callable[[Progress], Results]],
+    sum_up: Callable[[Results], Results],
+    show: Callable[[str, Results], None],
+) -> None:
+    """Measure the cells that `path` does not hold yet; show, sum up and write after each, so nothing can be lost."""
     from specroll.cli.progress import Progress
 
-    results["cells"] |= _finished(options.json, results)
+    results["cells"] |= _finished(path, results)
     with Progress() as progress:
-        for cell in work.cells:
-            if cell.name not in results["cells"]:
-                done, total = count(1), len(systems) * (options.repeats + 1)
-                rates = work.bench.run(
-                    cell,
-                    work.prompts,
-                    systems,
-                    options.repeats,
-                    lambda name, rate, cell=cell, done=done, total=total: progress(
-                        f"cell {cell.name}", next(done), total, f"{name} {rate:.0f} tokens/s"
-                    ),
-                )
-                results["cells"][cell.name] = report(cell, rates, work.bench.rounds) | more(cell)
-            show_cell(cell.name, results["cells"][cell.name], pairs)
-            results |= sum_up(results["cells"], pairs)
-            _write(options.json, results)  # after every cell, so that an interruption loses nothing
+        for name, run in cells.items():
+            if name not in results["cells"]:
+                results["cells"][name] = run(progress)
+            show(name, results["cells"][name])
+            results |= sum_up(results["cells"])
+            _write(path, results)
 
 
-def finish(options: WorkOptions, results: Results) -> None:
+def finish(options: TimingOptions, results: Results) -> None:
     _write(options.json, results | {"complete": True})
     if options.json:
         print(f"Written to {options.json}")

@@ -15,14 +15,18 @@ _NEWEST = 0.5  # weight of a rollout's responses against all earlier ones: the p
 
 
 class LengthHistory:
-    """Mean response length by prompt, of the prompts seen last."""
+    """Mean response length by prompt, of the prompts seen last.
+
+    A prompt is remembered by its hash: its tokens would stay in memory long after its rollout, and two prompts of one
+    hash would only start in another order.
+    """
 
     def __init__(self) -> None:
-        self._mean: OrderedDict[tuple[int, ...], float] = OrderedDict()
+        self._mean: OrderedDict[int, float] = OrderedDict()
 
     def expected(self, request: Request) -> float:
         """Expected tokens of the response; of a prompt that is new, the most that is allowed."""
-        return min(self._mean.get(request.prompt_ids, float("inf")), request.max_new_tokens)
+        return min(self._mean.get(hash(request.prompt_ids), float("inf")), request.max_new_tokens)
 
     def forget(self) -> None:
         """Start anew, for what must not depend on earlier rollouts to the last bit: order moves roundings."""
@@ -30,9 +34,9 @@ class LengthHistory:
 
     def observe(self, requests: Iterable[Request], completions: Iterable[Completion]) -> None:
         """Learn from a finished rollout."""
-        lengths: dict[tuple[int, ...], list[int]] = {}
+        lengths: dict[int, list[int]] = {}
         for request, completion in zip(requests, completions, strict=True):
-            lengths.setdefault(request.prompt_ids, []).append(len(completion.token_ids))
+            lengths.setdefault(hash(request.prompt_ids), []).append(len(completion.token_ids))
         for prompt, found in lengths.items():
             mean = sum(found) / len(found)
             before = self._mean.pop(prompt, mean)
