@@ -4,7 +4,7 @@
     python scripts/figures.py --check    # exit code 1 where a block is not what the results say
 
 A block is what stands between `<!-- figures: NAME -->` and `<!-- end -->`; NAME is a function of this file, or
-rollout_*, a result of `specroll bench rollout`.
+rollout_* or peers_*, a result of `specroll bench rollout` or `specroll bench peers`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def _rollout_table(name: str) -> str:
         "plain_over_hf": "plain / transformers",
         "spec_over_plain": "speculative / plain",
         "spec_over_hf": "speculative / transformers",
+        "plain_over_vllm": "plain / vLLM",
+        "spec_over_vllm": "speculative / vLLM",
         "untrained_over_plain": "untrained heads / plain",
     }
     pairs = [pair for pair in named if any(pair in cell for cell in results["cells"].values())]
@@ -59,6 +61,9 @@ def _rollout_table(name: str) -> str:
     memory = results.get("peak_memory_ratio")
     if memory:
         lines += ["", f"Peak memory, heads not counted, over the plain loop's: {memory:.2f}."]
+    if shares := results.get("roofline_share"):
+        told = ", ".join(f"{share:.0%} at {running}" for running, share in shares.items())
+        lines += ["", f"The products' least time over the plain loop's round: {told} running sequences."]
     return "\n".join([*lines, "", f"`{results['command']}`, {_machine(results['machine'])}."])
 
 
@@ -113,6 +118,54 @@ def demo() -> str:
     return "\n".join([*lines, "", f"{r['steps']} steps in {r['seconds'] / 60:.0f} minutes. {share}; {gap}."])
 
 
+def budget() -> str:
+    r = _load("budget")
+    named = {
+        "optimal_over_paper": "optimal / paper's rule",
+        "optimal_over_plain": "optimal / plain",
+        "paper_over_plain": "paper's rule / plain",
+        "random_over_plain": "random heads / plain",
+        "hostile_over_plain": "hostile / plain",
+        "control_over_plain": "plain / plain",
+    }
+    lines = [_row("sequences", *named.values()), _row("--:", *["---"] * len(named))]
+    lines += [_row(name, *(_ratio(cell.get(pair)) for pair in named)) for name, cell in r["cells"].items()]
+    worst, control = r["worst_over_plain"], r["control_worst"]
+    told = (
+        f"The optimal budget's least median over the plain loop is {worst['ratio']:.2f} ({worst['case']}), the plain "
+        f"loop's over itself {control['ratio']:.2f} ({control['case']})."
+    )
+    return "\n".join([*lines, "", told, "", f"`{r['command']}`, {_machine(r['machine'])}."])
+
+
+def simulate() -> str:
+    r = _load("simulate")
+    lines = [
+        _row("slots", "plain, predicted / measured", "planner, predicted / measured", "gain predicted", "measured"),
+        _row(*["--:"] * 5),
+    ]
+    for running, v in r["validation"].items():
+        off = (f"{v[system]['predicted_over_measured']:.2f}" for system in ("plain", "planner"))
+        lines.append(_row(running, *off, f"{v['gain_predicted']:.2f}", f"{v['gain_measured']:.2f}"))
+    return "\n".join([*lines, "", f"`{r['trace']['command']}`, then `{r['command']}`."])
+
+
+def scale() -> str:
+    r = _load("scale")
+    lines = []
+    for system, found in (("plain loop", r), ("speculative", r["speculation"])):
+        if found is None:
+            continue
+        lines += [f"{system.capitalize()}, tokens/s over the shortest's:", ""]
+        lines += [_row("queued prompts", *found["queue"]), _row("---", *["--:"] * len(found["queue"]))]
+        lines += [_row("", *(f"{ratio:.2f}" for ratio in found["queue"].values())), ""]
+        contexts = list(next(iter(found["context"].values())))
+        lines += [_row("running, by tokens of context", *contexts), _row("--:", *["--:"] * len(contexts))]
+        lines += [_row(n, *(f"{ratio:.2f}" for ratio in of_n.values())) for n, of_n in found["context"].items()]
+        lines += ["", f"Memory from a tenth of the longest queue to its end: {found['memory_growth']:+.2f} %.", ""]
+    return "\n".join([*lines, f"`{r['command']}`, {_machine(r['machine'])}."])
+
+
 def profile() -> str:
     r = _load("profile")
     rounds = {f"{n} {kind}": ms for n, kinds in r["round_ms"].items() for kind, ms in kinds.items()}
@@ -138,7 +191,7 @@ def render(text: str) -> str:
 
 def _figure(name: str) -> str:
     try:
-        return _rollout_table(name) if name.startswith("rollout_") else globals()[name]()
+        return _rollout_table(name) if name.startswith(("rollout_", "peers_")) else globals()[name]()
     except FileNotFoundError:
         return "Not measured yet."
 
