@@ -74,7 +74,10 @@ def test_a_real_run_measures_ratios_that_can_become_references(
     heads: Path,
     expect: Callable[..., None],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(bench_quick, "_TOKENS", 4)
+    monkeypatch.setattr(bench_quick, "_REPEATS", 1)
     expect({}, subject="cuda bfloat16 llama 30x576")
     path = tmp_path / "quick_1.json"
     done = quick("--heads", heads, "--json", path)
