@@ -1,9 +1,10 @@
-"""What all tests share: no network, repeatable property tests, and the real default model, loaded once."""
+"""What all tests share: no network, repeatable property tests, a known price of a pass, and the real default model."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 # Before transformers is imported anywhere: a test that reaches for the network fails at once and says so.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -11,6 +12,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 from hypothesis import settings
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from specroll.budget import LatencyCurve
 
 # The same examples in every run, and no time limit per example: the machine may be busy.
 settings.register_profile("specroll", derandomize=True, deadline=None)
@@ -33,6 +37,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def known_curve(monkeypatch: pytest.MonkeyPatch) -> LatencyCurve:
+    """What engines take a pass to cost instead of measuring it, which takes seconds: equal in every run, and nothing
+    is read from or left in the user's cache. Rows are free up to 23 and cost their full price beyond: C_hw = 20."""
+    from specroll.budget import ContextPrice, LatencyCurve
+
+    curve = LatencyCurve((1, 23, 230), (0.023, 0.023, 0.230), ContextPrice(1e-6, 1e-7))
+    monkeypatch.setattr("specroll.engine.engine.latency_curve", lambda target, sampling: curve)
+    return curve
 
 
 @pytest.fixture(scope="session")

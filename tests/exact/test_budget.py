@@ -6,7 +6,7 @@ import pytest
 import torch
 from replay import Replay
 
-from specroll.budget import ContextPrice, FixedPlanner, LatencyCurve
+from specroll.budget import FixedPlanner, LatencyCurve
 from specroll.config import BudgetConfig
 from specroll.engine import Engine, Rollout
 from specroll.types import Request, SamplingParams
@@ -15,13 +15,10 @@ from tiny import VOCAB_SIZE, tiny
 SAMPLING = SamplingParams(seed=7, top_p=0.95)
 PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (7, 8, 9, 10, 11, 12, 13, 14, 15, 16), (20, 21), (3, 4, 5, 6), (20, 21)]
 REQUESTS = [Request(prompt_ids=p, sample=100 + i, max_new_tokens=10 + 4 * i) for i, p in enumerate(PROMPTS)]
-# Rows are free up to 23 and cost their full price beyond: C_hw = 20.
-CURVE = LatencyCurve((1, 23, 230), (0.023, 0.023, 0.230), ContextPrice(1e-6, 1e-7))
 
 
 @pytest.fixture(autouse=True)
-def known_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specroll.engine.engine.latency_curve", lambda target, sampling: CURVE)
+def known_prices(known_curve: LatencyCurve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specroll.engine.engine.propose_seconds", lambda target, proposer, sampling: 0.001)
 
 

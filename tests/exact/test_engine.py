@@ -24,9 +24,7 @@ SAMPLING = SamplingParams(seed=7, top_p=0.95)
 PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (7, 8, 9, 10, 11, 12, 13, 14, 15, 16), (20, 21), (3, 4, 5, 6), (20, 21)]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("known_curve")
 
 
 def requests(tokens: int = 16) -> list[Request]:
@@ -79,6 +77,7 @@ def test_speculation_changes_no_token(architecture: str, sampling: SamplingParam
             engine = Engine(model, proposer=proposer, budget=budget, config=EngineConfig(max_running=slots))
             rollout = engine.generate(requests(), sampling)
             assert tokens_of(rollout.completions) == known
+            assert any(r.proposed for r in rollout.rounds)
     assert rollout.tokens_per_round > 1.5  # deep paths were really taken
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specroll.cli.measure import Results, WorkOptions, finish, head, load_work, measure
+from specroll.cli.measure import Results, WorkOptions, finish, head, load_work, measure, medians
 
 PAIRS = (
     "optimal_over_paper",
@@ -61,8 +61,7 @@ def sum_up(cells: Results, pairs: Sequence[str]) -> Results:
     """The documented keys: medians of ratios by cell, batches and running sequences alike, and the worst of them."""
     from specroll.bench.budget import worst_over_plain
 
-    found: Results = {p: {name: cell[p]["median"] for name, cell in cells.items() if p in cell} for p in pairs}
-    return found | {
+    return medians(cells, pairs) | {
         "worst_over_plain": worst_over_plain(cells),
         "control_worst": worst_over_plain(cells, ("control",)),
     }

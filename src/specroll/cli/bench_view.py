@@ -1,12 +1,15 @@
-"""What `specroll bench` shows: a line per cell while it runs, and one table of ratios at the end."""
+"""What `specroll bench` shows: a line per cell while it runs, and a table of ratios at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from specroll.bench.quick import Check
 
 
 def show_cell(name: str, cell: dict[str, Any], pairs: Sequence[str]) -> None:
@@ -32,6 +35,23 @@ def show_summary(results: dict[str, Any], pairs: Sequence[str]) -> None:
         print(f"Peak memory over the plain loop's, heads not counted: {memory:.2f}")
     for running, share in results.get("roofline_share", {}).items():
         print(f"Products alone over a plain round at {running} running: {share:.0%}")
+
+
+def show_checks(checks: Sequence[Check]) -> None:
+    """Every ratio beside what is expected of it: the reference less its tolerance."""
+    table = Table(title="Ratios of tokens per second, medians of the repeats")
+    for column in ("ratio", "sequences", "reference", "expected at least", "measured", ""):
+        table.add_column(column, justify="left" if column in ("ratio", "") else "right")
+    for c in checks:
+        table.add_row(
+            c.pair.replace("_", " "),
+            c.cell,
+            f"{c.reference:.2f} - {c.tolerance:.0%}",
+            f"{c.least:.2f}",
+            f"{c.measured:.2f}",
+            "holds" if c.holds else "TOO SMALL",
+        )
+    Console().print(table)
 
 
 def _spread(ratio: dict[str, float] | None) -> str:

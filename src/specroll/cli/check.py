@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ class Options(ModelOptions, SamplingOptions):
     """Samples to compare, four per prompt."""
     max_new_tokens: int = 32
     """Most tokens of a sample."""
-    prompt: tuple[str, ...] = ()
+    prompt: tuple[str, ...] = field(default=(), metadata={"text": True})
     """Texts to answer [prompts of the task]."""
     task: str = "chain_sum"
     """Where prompts come from: a reasoning-gym task, gsm8k, math35, dapo17k, or a .jsonl file."""

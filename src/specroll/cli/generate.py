@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ class Options(ModelOptions, SamplingOptions):
     The prompts come from --prompt, --prompt-file, or standard input (one prompt). A single sample is streamed.
     """
 
-    prompt: tuple[str, ...] = ()
+    prompt: tuple[str, ...] = field(default=(), metadata={"text": True})
     """Texts to answer."""
     prompt_file: Path | None = None
     """JSON Lines with "prompt" (a text or chat messages) or "question"."""

@@ -30,6 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "specroll.cli.simulate_record",
         "Record what heads propose and what of it is drawn, as a trace",
     ),
+    "bench --quick": (
+        "specroll.cli.bench_quick",
+        "Check in three minutes that ratios of speeds are as expected",
+    ),
     "bench rollout": ("specroll.cli.bench", "Time transformers, the plain loop and speculation on the same work"),
     "bench peers": ("specroll.cli.peers", "Time the same against vLLM and the machine's limit"),
     "bench budget": (

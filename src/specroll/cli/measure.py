@@ -137,10 +137,15 @@ def head_of(model: PreTrainedModel) -> Results:
 
 def summary(cells: Results, pairs: Sequence[str]) -> Results:
     """The documented keys: medians of ratios by running sequences, and the same by batch."""
-    found: Results = {p: {n: c[p]["median"] for n, c in cells.items() if p in c and "x" not in n} for p in pairs}
-    found["batch"] = {p: {n: c[p]["median"] for n, c in cells.items() if p in c and "x" in n} for p in pairs}
+    found: Results = medians({n: c for n, c in cells.items() if "x" not in n}, pairs)
+    found["batch"] = medians({n: c for n, c in cells.items() if "x" in n}, pairs)
     found["tokens_per_round"] = {n: c["tokens_per_round"].get("spec") for n, c in cells.items()}
     return found
+
+
+def medians(cells: Results, pairs: Sequence[str]) -> dict[str, dict[str, float]]:
+    """{pair: {cell: median of its ratio}}, where it was measured."""
+    return {pair: {name: cell[pair]["median"] for name, cell in cells.items() if pair in cell} for pair in pairs}
 
 
 def measure(

@@ -3,7 +3,8 @@
 Knows no command. A field is `--field-name`; its type says how the text is read, its default lives in the dataclass
 alone, and the string under it is its line in `--help`. Understood types: str, int, float, bool (`--x` / `--no-x`),
 Path, Literal, `T | None`, and `tuple[T, ...]` (several words, also by giving the option again).
-`field(metadata={"positional": True})` makes a field a bare word.
+`field(metadata={"positional": True})` makes a field a bare word; `{"text": True}` names the option that a bare word,
+where none is expected, was probably meant for.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def parse(options_type: type[T], args: Sequence[str], *, prog: str) -> T:
     for item in fields(options_type):  # type: ignore[arg-type]
         _add(parser if item.metadata.get("positional") else options, item, types_by_name[item.name], docs)
     _refuse_unknown(parser, args)
-    values = vars(parser.parse_args(args))
+    known, unexpected = parser.parse_known_args(args)
+    if unexpected:
+        meant = [f"; texts are given by --{f.name}" for f in fields(options_type) if f.metadata.get("text")]  # type: ignore[arg-type]
+        parser.error(f"unexpected argument {unexpected[0]!r}{''.join(meant)}")
+    values = vars(known)
     for item in fields(options_type):  # type: ignore[arg-type]
         if isinstance(values.get(item.name), list):
             values[item.name] = tuple(values[item.name])

@@ -109,7 +109,7 @@ def test_options_are_read_by_type() -> None:
         (["--minutes"], "--minutes: expected one argument"),
         (["--size", "huge"], "invalid choice: 'huge' (choose from 'small', 'large')"),
         (["--minutes", "-5"], "minutes must be >= 0, got -5"),
-        (["stew", "cake"], "unrecognized arguments: cake"),
+        (["stew", "cake"], "unexpected argument 'cake' ("),
     ],
 )
 def test_a_mistaken_option_is_one_line_and_exit_2(
@@ -120,6 +120,13 @@ def test_a_mistaken_option_is_one_line_and_exit_2(
     assert out == ""
     assert err.startswith("specroll cook: ") and told in err and "specroll cook --help" in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "check"])
+def test_a_bare_text_is_told_its_option(specroll: Callable, command: str) -> None:  # type: ignore[type-arg]
+    done = specroll(command, "some text", "--seed", 1)
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert "unexpected argument 'some text'; texts are given by --prompt" in done.err
 
 
 def test_a_missing_option_is_named_and_an_unknown_one_comes_first() -> None:

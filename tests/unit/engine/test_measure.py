@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from specroll.budget import BASE_CONTEXT, ContextPrice, LatencyCurve, row_grid
+from specroll.engine import Engine
 from specroll.engine.measure import latency_curve
 from specroll.model.cache import SlotCache
 from specroll.model.target import HFTarget
-from specroll.types import SamplingParams
+from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.types import Request, SamplingParams
 from tiny import tiny
 
 LAW = SamplingParams()
@@ -74,6 +77,22 @@ def test_a_model_of_few_positions_has_no_price_of_context(
     monkeypatch.setattr(target.config, "max_position_embeddings", 100)
     curve = latency_curve(target, LAW)
     assert curve.context == ContextPrice() and {context for _, _, context in passes} == {92}
+
+
+def test_an_engine_measures_amid_its_first_speculative_rollout_and_changes_no_token(
+    tmp_path: Path,
+) -> None:
+    model = tiny("llama")
+    heads = FutureHeads.for_model(model)
+    torch.nn.init.normal_(heads.second_KHF, std=0.3, generator=torch.Generator().manual_seed(0))
+    requests = [Request(prompt_ids=(3, 4, 5 + i), sample=i, max_new_tokens=12) for i in range(3)]
+    plain = Engine(model).generate(requests, LAW)
+    assert not (tmp_path / "specroll").exists()  # without a proposer there is nothing to decide
+    engine = Engine(model, proposer=HeadsProposer(heads, model))
+    for _ in range(2):
+        spec = engine.generate(requests, LAW)
+        assert [c.token_ids for c in spec.completions] == [c.token_ids for c in plain.completions]
+        assert len(list((tmp_path / "specroll" / "latency").iterdir())) == 1
 
 
 def test_an_interrupted_measurement_leaves_the_reserved_slots(
