@@ -119,7 +119,11 @@ def test_random_heads_cost_as_much_and_know_nothing() -> None:
     [
         ((), 2, "give --heads"),
         (("--heads", "nowhere"), 1, "no heads in nowhere"),
-        (("--heads", "nowhere", "--systems", "hf"), 2, "systems are plain, optimal, paper, random, hostile; got hf"),
+        (
+            ("--heads", "nowhere", "--systems", "hf"),
+            2,
+            "systems are plain, control, optimal, paper, random, hostile; got hf",
+        ),
         (("--heads", "nowhere", "--running", 0), 2, "running must be at least 1"),
     ],
 )
