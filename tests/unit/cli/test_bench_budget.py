@@ -122,7 +122,7 @@ def test_random_heads_cost_as_much_and_know_nothing() -> None:
         (
             ("--heads", "nowhere", "--systems", "hf"),
             2,
-            "systems are plain, control, optimal, paper, random, hostile; got hf",
+            "random, hostile; got hf",
         ),
         (("--heads", "nowhere", "--running", 0), 2, "running must be at least 1"),
     ],
