@@ -30,7 +30,7 @@ from specroll.types import Completion, Request, SamplingParams
 SLOTS = 32
 """Sequences that a queue's requests take turns in."""
 PROMPT_TOKENS, RESPONSE_TOKENS = 6, 3
-"""Of a queued request: so short that thousands take minutes, and that admitting them is most of the engine's own work."""
+"""Of a queued request: thousands take minutes, and admitting them is most of the engine's own work."""
 CONTEXT_TOKENS = 24
 """New tokens of each sequence behind a context."""
 
