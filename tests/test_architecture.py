@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1] / "src" / "specroll"
 
 _NOUNS = {"types", "config"}
 _LAW = _NOUNS | {"noise", "sampling"}
-_PARTS = _LAW | {"tree", "verify", "budget", "model"}
+_PARTS = _LAW | {"tree", "verify", "budget", "device", "model"}
 _ENGINE = _PARTS | {"engine"}
 _TOP = _ENGINE | {"propose", "build"}
 # A room is a folder or a file right under specroll. It may import itself and the rooms listed here. What is left out
@@ -28,13 +28,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "noise": set(),
     "files": set(),
+    "device": set(),
     "report": {"files"},
     "truncation": {"types"},
     "sampling": {"types", "noise", "truncation"},
     "tree": _LAW,
     "verify": _LAW,
     "budget": _LAW | {"files"},
-    "model": _NOUNS | {"tree"},
+    "model": _NOUNS | {"tree", "device"},
     "propose": _PARTS | {"files"},
     "engine": _PARTS,
     "build": _ENGINE | {"propose"},
