@@ -129,7 +129,8 @@ class CudaGraphs:
                 run()  # libraries set themselves up at their first call, which cannot be captured
             here.wait_stream(aside)
             try:
-                with torch.cuda.graph(graph, pool=self._pool):
+                # thread_local: another thread, such as one that loads data, may use the device meanwhile.
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                     run()
             except RuntimeError as error:
                 raise CaptureError(str(error).strip() or type(error).__name__) from error

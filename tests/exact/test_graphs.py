@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.device import CaptureError, Eager
@@ -20,7 +22,7 @@ from specroll.engine import Engine
 from specroll.model import graphs
 from specroll.model.attention import PaddedTreePass
 from specroll.model.cache import CacheShape, SlotCache
-from specroll.model.graphs import Bucket, RecordedPasses, bucket_of
+from specroll.model.graphs import Bucket, RecordedPasses, _Recorded, bucket_of
 from specroll.model.prove import worst_difference
 from specroll.model.target import HFTarget
 from specroll.propose.heads import FutureHeads, HeadsProposer
@@ -174,15 +176,17 @@ class Forbid(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in self.ASKS or name == "lift_fresh":
             raise RuntimeError(f"{name} in a recorded pass")
-        if name in ("index", "index_put_", "index_put") and any(t is not None and t.dtype == torch.bool for t in args[1]):
+        if name in ("index", "index_put_", "index_put") and any(
+            t is not None and t.dtype == torch.bool for t in args[1]
+        ):
             raise RuntimeError("a boolean index in a recorded pass")
         with self:  # in inference mode what consists of other operations arrives as it is
             parts = func.decompose(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if parts is NotImplemented else parts
 
 
-class Strict(Eager):
-    """Records like `Eager`, what runs later being watched; forgets like CUDA: never for nothing."""
+class Watched(Eager):
+    """`Eager`, with an eye on what runs."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         def watched() -> None:
@@ -199,7 +203,7 @@ def test_nothing_recorded_waits_for_the_device(architecture: str, lora: bool, tr
     model: nn.Module = tiny(architecture)
     if lora:
         model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
-    target = recorded(HFTarget(model), Strict())
+    target = recorded(HFTarget(model), Watched())
     with target.rolling_out():
         filled(target, [12, 20, 3], 4)
         target.forward_tree(tree(), torch.tensor([12, 20, 3]), 20)
@@ -222,6 +226,49 @@ def test_waiting_for_the_device_would_be_noticed(sin: str, monkeypatch: pytest.M
     monkeypatch.setattr(PaddedTreePass, "__init__", sinful)
     with pytest.raises(RuntimeError, match="in a recorded pass"):
         test_nothing_recorded_waits_for_the_device("llama", False, lambda: some_trees(3, 11, 8))
+
+
+class OnlyOn(TorchDispatchMode):
+    """Fails on an operation that takes a tensor from elsewhere, as a capture would."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        elsewhere = {t.device.type for t in tensors} - {self.device}
+        if elsewhere:
+            raise RuntimeError(f"{func} takes a tensor from {elsewhere}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bug", [None, "index", "operand", "value"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_all_that_is_recorded_is_on_the_models_device(
+    architecture: str, bug: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device without values, where only shapes are computed: nothing is fetched from the host or asked for."""
+    original = PaddedTreePass._lay_out
+
+    def broken(self, tree, seen_Nn):  # type: ignore[no-untyped-def]
+        if bug == "index":
+            seen_Nn[torch.arange(1)]
+        if bug == "operand":
+            seen_Nn = seen_Nn & torch.ones(1, dtype=torch.bool)
+        if bug == "value":
+            tree.depth_N.max().item()
+        original(self, tree, seen_Nn)
+
+    monkeypatch.setattr(PaddedTreePass, "_lay_out", broken)
+    target = HFTarget(tiny(architecture).to("meta"))
+    cache = SlotCache(target.cache_shape, 4, 40)
+    for size in (1, 4):
+        with target.rolling_out(), nullcontext() if bug is None else pytest.raises(RuntimeError):
+            inputs = _Recorded(Bucket(4, 4 * size, size, 40), target.device)
+            with OnlyOn("meta"):
+                out = target._padded(cache, inputs.tree, inputs.length_X, 40)
+            assert out.logits_NV.shape == (4 * size, VOCAB_SIZE) and out.hidden_NH.device.type == "meta"
 
 
 def test_a_model_that_cannot_be_recorded_runs_as_before_and_says_so_once() -> None:

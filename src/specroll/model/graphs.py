@@ -69,12 +69,13 @@ class RecordedPasses:
     def __init__(self, recorder: Recorder, device: torch.device, model: str) -> None:
         """`model`: its name, for a warning if it cannot be recorded."""
         self.device = device
+        self.enabled = True
+        """False leaves every pass to the caller; so it stays once the model turned out not to be recordable."""
         self.recordings = 0  # in all
         self._recorder, self._model = recorder, model
         self._held: dict[tuple[Bucket, tuple[int, ...]], _Recorded] = {}  # the one used last stands last
         self._places: dict[str, Any] = {}
         self._output: TargetOutput | None = None
-        self._impossible = False
 
     def forget(self) -> None:
         """Drop all recordings and their memory."""
@@ -92,8 +93,8 @@ class RecordedPasses:
     def run(
         self, forward: PaddedPass, cache: SlotCache, tree: Tree, length_S: Tensor, longest: int
     ) -> TargetOutput | None:
-        """The trees' output, which the next pass overwrites; None where the model cannot be recorded."""
-        if self._impossible:
+        """The trees' output, which the next pass overwrites; None where passes are not recorded."""
+        if not self.enabled:
             return None
         bucket = bucket_of(cache, tree, length_S.shape[0], longest)
         key = (bucket, cache.place)
@@ -125,7 +126,7 @@ class RecordedPasses:
         try:
             new.replay = self._recorder.record(run)
         except CaptureError as error:
-            self._impossible = True
+            self.enabled = False
             self.forget()
             warnings.warn(
                 f"{self._model} cannot be recorded as a graph, so its passes run one operation at a time: {error}",
