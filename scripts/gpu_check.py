@@ -114,7 +114,7 @@ def tokens_of(engine: Engine, graphs: bool) -> list[list[int]]:
 
 
 def noise_differs(device: torch.device, vocab_size: int) -> int:
-    """Row keys and uniforms that are not bit for bit those of the CPU; the rest of the noise is rounded by logarithms."""
+    """Row keys and uniforms that are not bit for bit those of the CPU; what follows them are logarithms, and rounded."""
     sample_N, position_N = torch.arange(64) * 977 - 5, torch.arange(64) * 31
     keys = noise.row_keys(7, sample_N, position_N)
     there = noise.row_keys(7, sample_N.to(device), position_N.to(device))
@@ -165,7 +165,7 @@ def parity(shape: str, device: torch.device) -> dict[str, dict[str, Any]]:
 
 
 def plain_loop(engine: Engine, running: int, tokens: int) -> dict[str, float]:
-    """Tokens/s of full plain rounds, prompts not counted, with graphs and without; the first rollout of each is not counted."""
+    """Tokens/s of full plain rounds, prompts not counted, with graphs and without: each kind's second rollout."""
     prompts = prompts_of(engine.target.vocab_size, running, PROMPT_TOKENS)
     speeds = {}
     for name, graphs in (("graphs", True), ("eager", False)):

@@ -162,9 +162,9 @@ class TreePass:
 class PaddedTreePass(TreePass):
     """A tree pass whose operations and sizes depend on shapes alone, so that it can be recorded and run again.
 
-    Rows that only fill it up belong to a sequence behind the last, of length 0 (`length_X` has S + 1 entries): what they
-    write goes to the first token of a slot that nobody uses, or of none. Where every sequence has one row, pads are the
-    roots of unused slots instead, so that rows need no laying out.
+    Rows that only fill it up belong to a sequence behind the last, of length 0 (`length_X` has S + 1 entries): what
+    they write goes to the first token of a slot that nobody uses, or to the token that belongs to no slot. Where every
+    sequence has one row, pads are the roots of unused slots instead, so that rows need no laying out.
     """
 
     def __init__(self, cache: SlotCache, tree: Tree, length_X: Tensor, live: int, seen_Nn: Tensor) -> None:
