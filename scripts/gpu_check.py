@@ -114,7 +114,7 @@ def tokens_of(engine: Engine, graphs: bool) -> list[list[int]]:
 
 
 def noise_differs(device: torch.device, vocab_size: int) -> int:
-    """Row keys and uniforms that are not bit for bit those of the CPU; what follows them are logarithms, and rounded."""
+    """Row keys and uniforms that are not bit for bit those of the CPU; what follows are rounded logarithms."""
     sample_N, position_N = torch.arange(64) * 977 - 5, torch.arange(64) * 31
     keys = noise.row_keys(7, sample_N, position_N)
     there = noise.row_keys(7, sample_N.to(device), position_N.to(device))
