@@ -379,15 +379,15 @@ def test_other_slots_need_a_new_recording_and_the_same_ones_do_not() -> None:
 
 def test_few_recordings_are_held_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "_MOST", 2)
-    target, passes, _ = counted(tiny("llama"))  # one running sequence
+    target = recorded(HFTarget(tiny("llama")))
+    passes, made = target.recorded, []
+    assert passes is not None
     with target.rolling_out():
-        for running in (2, 3, 2, 3, 1):
-            lengths = [5] * running
-            if running == 2:
-                filled(target, lengths, 2) if target.cache is None else None
-            target.reserve(3, 40)
-            target.forward_tree(roots(torch.arange(running) + 5), torch.tensor(lengths), 5)
-    assert len(passes._held) == 2 and passes.recordings == 1 + 3
+        filled(target, [5, 5, 5], 3)
+        for running in (1, 2, 1, 3, 1, 2):
+            target.forward_tree(roots(torch.arange(running) + 5), torch.tensor([5] * running), 5)
+            made.append(passes.recordings)
+    assert made == [1, 2, 2, 3, 3, 4] and len(passes._held) == 2
 
 
 # --- buckets ----------------------------------------------------------------------------------------------------------
