@@ -1,7 +1,7 @@
 """Check on a GPU that rollouts are those of the CPU, and measure what a pass and the plain loop cost there.
 
     python scripts/gpu_check.py [--json FILE]                  # Qwen2.5's 1.5B and 7B shapes, random weights
-    python scripts/gpu_check.py --device cpu --shape tiny      # the script itself, in seconds, without a GPU
+    python scripts/gpu_check.py --device cpu --shape tiny      # the script itself, in under a minute, without a GPU
 
 Nothing is downloaded. Models are built from their published shapes; their last norm is scaled so that their laws are
 about as peaked as those of text. Parity is checked in float32 on a slice of two layers, speed in bfloat16 on the whole.
