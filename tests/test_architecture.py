@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1] / "src" / "specroll"
 
 _NOUNS = {"types", "config"}
 _LAW = _NOUNS | {"noise", "sampling"}
-_PARTS = _LAW | {"tree", "verify", "budget", "model"}
+_PARTS = _LAW | {"tree", "verify", "budget", "device", "model"}
 _ENGINE = _PARTS | {"engine"}
 _TOP = _ENGINE | {"propose", "build"}
 # A room is a folder or a file right under specroll. It may import itself and the rooms listed here. What is left out
@@ -28,13 +28,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "noise": set(),
     "files": set(),
+    "device": set(),
     "report": {"files"},
     "truncation": {"types"},
     "sampling": {"types", "noise", "truncation"},
     "tree": _LAW,
     "verify": _LAW,
     "budget": _LAW | {"files"},
-    "model": _NOUNS | {"tree"},
+    "model": _NOUNS | {"tree", "device"},
     "propose": _PARTS | {"files"},
     "engine": _PARTS,
     "build": _ENGINE | {"propose"},
@@ -148,6 +149,23 @@ def heavy_commands(found: list[Import]) -> list[str]:
     ]
 
 
+def device_specific(root: Path) -> list[str]:
+    """Where a file other than the seam asks PyTorch for CUDA, or names it."""
+    found = []
+    for file in sorted(root.rglob("*.py")):
+        if file == root / "device.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Attribute(attr="cuda") | ast.Constant(value="cuda"):
+                    found.append(f"{file}:{node.lineno}: CUDA belongs into device.py")
+                case ast.Import(names=names) | ast.ImportFrom(names=names):
+                    home = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                    if any(f"{home}{alias.name}.".startswith("torch.cuda.") for alias in names):
+                        found.append(f"{file}:{node.lineno}: CUDA belongs into device.py")
+    return found
+
+
 def cycle(found: list[Import]) -> list[str]:
     """One cycle, as the imports that close it; empty if there is none."""
     arrows: dict[str, list[Import]] = {}
@@ -187,6 +205,11 @@ def test_commands_import_heavy_packages_late() -> None:
 def test_no_cycle() -> None:
     closed = cycle(imports(ROOT))
     assert not closed, "\n" + "\n".join(closed)
+
+
+def test_only_the_seam_names_cuda() -> None:
+    wrong = device_specific(ROOT)
+    assert not wrong, "\n" + "\n".join(wrong)
 
 
 @pytest.fixture
@@ -246,3 +269,22 @@ def test_a_cycle_is_named_even_through_a_function(house: Path) -> None:
     assert len(cycle(imports(house))) == 2
     (house / "propose" / "store.py").write_text("if TYPE_CHECKING:\n    from specroll.propose.heads import Heads\n")
     assert cycle(imports(house)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\nfree = torch.cuda.mem_get_info()",
+        "import torch\nif x.device.type == 'cuda': ...",
+        "import torch\nfrom torch import cuda",
+        "import torch\nimport torch.cuda.graphs",
+        "import torch\nfrom torch.cuda import Stream",
+        "import torch\nx.cuda()",
+    ],
+)
+def test_cuda_outside_the_seam_is_named(house: Path, text: str) -> None:
+    (house / "device.py").write_text(text)
+    assert device_specific(house) == []
+    (house / "noise.py").write_text(text)
+    (wrong,) = device_specific(house)
+    assert "noise.py:2" in wrong

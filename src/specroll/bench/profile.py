@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
+from specroll.device import activities, own_microseconds
 from specroll.engine import Engine
 from specroll.engine.measure import chain_pass
 from specroll.types import Request, RoundStats, SamplingParams
@@ -62,17 +63,12 @@ def pass_milliseconds(engine: Engine, rows: int) -> dict[str, float]:
     with target.rolling_out():
         run = chain_pass(target, running=rows, size=1)
         wall = _median_seconds(run)
-        activities = [ProfilerActivity.CPU]
-        if target.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities) as seen:
+        with profile(activities=activities(target.device)) as seen:
             for _ in range(_PROFILED):
                 run()
     parts = {"products": 0.0, "attention": 0.0, "other operations": 0.0}
-    cuda = target.device.type == "cuda"
     for event in seen.key_averages():
-        microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
-        parts[_kind(event.key)] += 1e-3 * microseconds / _PROFILED
+        parts[_kind(event.key)] += 1e-3 * own_microseconds(event, target.device) / _PROFILED
     return {**parts, "host": max(0.0, 1e3 * wall - sum(parts.values())), "pass": 1e3 * wall}
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from specroll.device import wait
 from specroll.model.joint import together
 from specroll.model.target import HFTarget
 from specroll.types import RoundStats
@@ -55,6 +56,5 @@ def _pass(device: torch.device, layers: Sequence[nn.Linear], input_1NH: dict[int
     started = time.perf_counter()
     for layer in layers:
         layer(input_1NH[layer.in_features])
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     return time.perf_counter() - started

@@ -5,7 +5,6 @@ Runs the engine's real passes on made-up tokens; `budget.surface` times and cach
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from specroll.budget import BASE_CONTEXT, CurveKey, LatencyCurve, load_or_measure, measure, measure_context, row_grid
+from specroll.device import name, wait
 from specroll.model.cache import SlotCache
 from specroll.model.target import HFTarget
 from specroll.sampling import draw
@@ -31,12 +31,11 @@ _PROPOSE_NODES, _PROPOSE_MANY, _PROPOSE_REPEATS = 4, 8, 5
 def latency_curve(target: HFTarget, sampling: SamplingParams) -> LatencyCurve:
     """Seconds of one pass and its draws by packed rows and context, measured once and cached."""
     c = target.config
-    device = target.device
     key = CurveKey(
         model=f"{c.model_type} {c.num_hidden_layers}x{c.hidden_size}x{c.intermediate_size} {target.vocab_size} "
         f"{target.cost_signature}",
         dtype=str(target.causal.dtype),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        device=name(target.device),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
     )
@@ -79,7 +78,7 @@ def _least_propose(target: HFTarget, proposer: Proposer, sampling: SamplingParam
     for _ in range(1 + _PROPOSE_REPEATS):
         start = time.perf_counter()
         grow(proposer.propose(features), features.root_S, _PROPOSE_NODES)
-        _wait(target.device)
+        wait(target.device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])  # the first one prepares weights
 
@@ -97,7 +96,7 @@ def chain_pass(target: HFTarget, *, running: int, size: int, context: int = BASE
 
     def run() -> TargetOutput:
         out = target.forward_tree(chain, length, context)
-        _wait(device)
+        wait(device)
         return out
 
     return run
@@ -119,7 +118,7 @@ def _passes(target: HFTarget, sampling: SamplingParams) -> Callable[[int, int, i
         out = chain_pass(target, running=running, size=rows // running, context=context)()
         index = torch.arange(rows, device=target.device)
         draw(out.logits_NV * _PEAKED, sampling, index, index)
-        _wait(target.device)
+        wait(target.device)
 
     return run
 
@@ -127,13 +126,3 @@ def _passes(target: HFTarget, sampling: SamplingParams) -> Callable[[int, int, i
 def _sequences(rows: int) -> int:
     """As many as share the rows evenly, with `_ROWS_PER_TREE` or more each."""
     return next(n for n in range(max(1, rows // _ROWS_PER_TREE), 0, -1) if rows % n == 0)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _processor() -> str:
-    """Name and features that tell one processor's speed from another's."""
-    return f"{platform.processor() or platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

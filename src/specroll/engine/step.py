@@ -15,6 +15,7 @@ import torch
 
 from specroll.budget import BudgetRule
 from specroll.config import EngineConfig
+from specroll.device import to_host
 from specroll.engine.scheduler import Running, Scheduler
 from specroll.model.target import HFTarget
 from specroll.sampling import draw, process
@@ -116,9 +117,10 @@ class Session:
         watch.lap("verify")
         position_N = length_S[tree.sequence_N] + tree.depth_N + 1
         verdict = walk(tree, draw(out.logits_NV, self.sampling, sample_S[tree.sequence_N], position_N))
+        table = _to_host(tree, verdict)
         watch.lap("draw")
         stats = RoundStats(running=len(running), proposed=tree.token_N.shape[0] - len(running), seconds=watch.seconds)
-        self._commit(tree, verdict, out, gain, stats)
+        self._commit(tree, table(), out, gain, stats)
         watch.lap("commit")
         if draft is not None and self.proposer is not None:
             self.proposer.observe(draft, tree, verdict)
@@ -139,10 +141,9 @@ class Session:
         return draft, ranked.plant(self.planner.cut(running, ranked.gain)), ranked.gain
 
     def _commit(
-        self, tree: Tree, verdict: Verdict, out: TargetOutput, gain: list[float] | None, stats: RoundStats
+        self, tree: Tree, rows: list[_Row], out: TargetOutput, gain: list[float] | None, stats: RoundStats
     ) -> None:
         """Emit the accepted paths' draws, keep their keys and values, retire what has ended."""
-        rows = _to_host(tree, verdict)
         paths: list[list[int]] = [[] for _ in self.scheduler.running]
         for i, row in enumerate(rows):
             if row.accepted:
@@ -251,7 +252,7 @@ class Session:
 
 def _drawn(draws: Draws) -> list[DrawnRow]:
     table = torch.stack([x.double() for x in (draws.token_N, draws.logp_raw_N, draws.logp_N, draws.kept_mass_N)], 1)
-    return [(int(t), raw, logp, kept) for t, raw, logp, kept in table.tolist()]
+    return [(int(t), raw, logp, kept) for t, raw, logp, kept in to_host(table)()]
 
 
 class _Row(NamedTuple):
@@ -264,13 +265,13 @@ class _Row(NamedTuple):
     slot: int
 
 
-def _to_host(tree: Tree, verdict: Verdict) -> list[_Row]:
-    """What was drawn and accepted, in one transfer."""
+def _to_host(tree: Tree, verdict: Verdict) -> Callable[[], list[_Row]]:
+    """Begin to bring over what was drawn and accepted, in one transfer; what is returned waits for it."""
     draws = verdict.draws
     drawn = (draws.token_N, draws.logp_raw_N, draws.logp_N, draws.kept_mass_N)
     place = (verdict.accepted_N, tree.depth_N, tree.sequence_N, tree.slot_N)
-    table = torch.stack([column_N.double() for column_N in (*drawn, *place)], 1).tolist()
-    return [_Row((int(r[0]), r[1], r[2], r[3]), bool(r[4]), *map(int, r[5:])) for r in table]
+    read = to_host(torch.stack([column_N.double() for column_N in (*drawn, *place)], 1))
+    return lambda: [_Row((int(r[0]), r[1], r[2], r[3]), bool(r[4]), *map(int, r[5:])) for r in read()]
 
 
 def _count(stats: RoundStats, rows: list[_Row], max_depth: int) -> None:

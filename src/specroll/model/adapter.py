@@ -4,6 +4,9 @@
 
 as PEFT computes it in evaluation, but with the scale s in B, and with one product A x for layers that share their
 input. Anything but plain LoRA (several adapters at once, DoRA, biases) keeps PEFT's own forward.
+
+The prepared matrices stay where they are from rollout to rollout and only take new values, because a recorded pass
+reads them there.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -36,32 +40,64 @@ def plain_lora(module: nn.Module) -> Any | None:
 
 
 @contextmanager
-def lora_in_use(model: nn.Module) -> Iterator[None]:
-    """For the length of the block, plain LoRA layers run in fewer steps. Wants evaluation mode: dropout is left out."""
+def lora_in_use(model: nn.Module) -> Iterator[list[Tensor]]:
+    """For the length of the block, plain LoRA layers run in fewer steps. Wants evaluation mode: dropout is left out.
+
+    Yields the matrices that they read instead of the adapters' own.
+    """
     swapped: list[nn.Module] = []
+    prepared: list[Tensor] = []
     try:
         for group in together(model, plain_lora):
-            for layer, down in zip(group, _down(group), strict=True):
+            for layer, down in zip(group, _down(group, prepared), strict=True):
                 name = _adapter(layer)
-                up_RO = (layer.lora_B[name].weight * layer.scaling[name]).T
+                up_RO = _kept(layer, "up", (layer.lora_B[name].weight * layer.scaling[name]).T)
+                prepared.append(up_RO)
                 layer.forward = partial(_forward, layer.base_layer, down, up_RO)  # type: ignore[method-assign]
                 swapped.append(layer)
-        yield
+        yield prepared
     finally:
         for layer in swapped:
             del layer.forward
+
+
+def own_state(model: nn.Module) -> list[tuple[Any, ...]]:
+    """What decides, besides weights, what PEFT's own forward does: a recorded pass would not notice a change."""
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "_active_adapter")]
+    return [
+        (
+            layer.disable_adapters,
+            list(layer.active_adapters),
+            list(getattr(layer, "merged_adapters", ())),
+            dict(getattr(layer, "scaling", {})),
+        )
+        for layer in layers
+    ]
+
+
+def _kept(layer: nn.Module, which: str, fresh: Tensor) -> Tensor:
+    """The values of `fresh`, where the layer's last ones of this kind were if they fit there."""
+    kept = _PREPARED.setdefault(layer, {})
+    last = kept.get(which)
+    if last is None or (last.shape, last.dtype, last.device) != (fresh.shape, fresh.dtype, fresh.device):
+        kept[which] = fresh
+    else:
+        last.copy_(fresh)
+    return kept[which]
 
 
 def _adapter(layer: Any) -> str:
     return next(name for name in layer.active_adapters if name in layer.lora_A)
 
 
-def _down(group: tuple[Any, ...]) -> list[Callable[[Tensor], Tensor]]:
-    """For each layer the product with its A."""
+def _down(group: tuple[Any, ...], prepared: list[Tensor]) -> list[Callable[[Tensor], Tensor]]:
+    """For each layer the product with its A; adds to `prepared`."""
     weights = [layer.lora_A[_adapter(layer)].weight for layer in group]
     if len({(weight.dtype, weight.shape[1]) for weight in weights}) > 1:
         return [partial(_product, weight) for weight in weights]
-    return Joint(partial(_product, torch.cat(weights)), [weight.shape[0] for weight in weights]).parts
+    together_RI = _kept(group[0], "down", torch.cat(weights))
+    prepared.append(together_RI)
+    return Joint(partial(_product, together_RI), [weight.shape[0] for weight in weights]).parts
 
 
 def _product(weight: Tensor, x: Tensor) -> Tensor:
@@ -72,3 +108,6 @@ def _forward(base: nn.Module, down: Callable[[Tensor], Tensor], up_RO: Tensor, x
     out, low = base(x), down(x)
     sum_NO = torch.addmm(out.flatten(0, -2).to(low.dtype), low.flatten(0, -2), up_RO)
     return sum_NO.view(out.shape).to(out.dtype)
+
+
+_PREPARED: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()

@@ -116,6 +116,9 @@ class TreePass:
             row_X = place_N.new_zeros(self.running * self.size)
             row_X[place_N] = torch.arange(place_N.shape[0], device=place_N.device)
             self._pads = row_X, place_N
+        self._lay_out(tree, seen_Nn)
+
+    def _lay_out(self, tree: Tree, seen_Nn: Tensor) -> None:
         self._seen_SNN = self._padded(seen_Nn, 0).view(self.running, self.size, self.size)
         self._depth_SN = self._padded(tree.depth_N, 0).view(self.running, self.size)
         self._masks: dict[int | None, Tensor] = {}
@@ -142,10 +145,9 @@ class TreePass:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         heads, _, width = key.shape
         group = query.shape[0] // heads
-        kv = self.cache.layer(layer)
-        rows_NX = torch.stack((key.transpose(0, 1), value.transpose(0, 1)), 1).flatten(1)
-        kv.view(-1, rows_NX.shape[1]).index_copy_(0, self.write_N, rows_NX)
-        live = kv[: self.running, : self.live]
+        rows_N2 = torch.stack((key.transpose(0, 1), value.transpose(0, 1)), 1)
+        self.cache.tokens[layer].index_copy_(0, self.write_N, rows_N2)
+        live = self.cache.layer(layer)[: self.running, : self.live]
         # The G query heads of a key head become more rows of the same product, so keys are read once.
         q = self._padded(query, 1).view(heads, group, self.running, self.size, width).permute(2, 0, 1, 3, 4)
         q = q.reshape(self.running, heads, group * self.size, width)
@@ -155,6 +157,30 @@ class TreePass:
         out = out.view(self.running, heads, group, self.size, width).permute(0, 3, 1, 2, 4)
         out = out.reshape(self.running * self.size, heads * group, width)
         return out if self._pads is None else out.index_select(0, self._pads[1])
+
+
+class PaddedTreePass(TreePass):
+    """A tree pass whose operations and sizes depend on shapes alone, so that it can be recorded and run again.
+
+    Rows that only fill it up belong to a sequence behind the last, of length 0 (`length_X` has S + 1 entries): what
+    they write goes to the first token of a slot that nobody uses, or to the token that belongs to no slot. Where every
+    sequence has one row, pads are the roots of unused slots instead, so that rows need no laying out.
+    """
+
+    def __init__(self, cache: SlotCache, tree: Tree, length_X: Tensor, live: int, seen_Nn: Tensor) -> None:
+        """`live`: positions that attention reads, at least the longest prefix and its tree."""
+        self.cache, self.size, self.live = cache, tree.size, live
+        self.running = length_X.shape[0] - 1
+        self.length_S = length_X[:-1]
+        self.write_N = tree.sequence_N * cache.length + length_X[tree.sequence_N] + tree.slot_N
+        self._pads = None
+        if tree.size > 1:
+            cells = self.running * self.size
+            place_N = tree.sequence_N * self.size + tree.slot_N  # of all pads: the one cell behind the rectangle
+            row_X = place_N.new_zeros(cells + 1)
+            row_X[place_N] = torch.arange(place_N.shape[0], device=place_N.device)
+            self._pads = row_X[:-1], place_N.clamp(max=cells - 1)
+        self._lay_out(tree, seen_Nn)
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import Tensor
+
+from specroll.device import free_bytes
 
 
 class DoesNotFitError(ValueError):
@@ -30,13 +31,6 @@ class CacheShape:
     @property
     def bytes_per_token(self) -> int:
         return self.layers * 2 * self.heads * self.head_width * self.dtype.itemsize
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that can still be had on the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
 
 
 def check_fits(shape: CacheShape, slots: int, length: int, row_bytes: int, rows_per_slot: int) -> None:
@@ -64,10 +58,21 @@ class SlotCache:
     """Keys and values of the running sequences; slot s belongs to the s-th of them."""
 
     def __init__(self, shape: CacheShape, slots: int, length: int, memory: Tensor | None = None) -> None:
-        """`memory`: keys and values [layer, slot, position, 2, head, width] that exist already; None allocates them."""
+        """`memory`: `tokens` that exist already; None allocates them.
+
+        `tokens` [layer, slots * length + 1, 2, head, width] holds the slots one behind the other, and a last token that
+        belongs to none: rows which only fill up a pass of fixed shape may be written there. `kv` is the slots alone,
+        [layer, slot, position, 2, head, width].
+        """
         self.shape, self.slots, self.length = shape, slots, length
-        size = (shape.layers, slots, length, 2, shape.heads, shape.head_width)
-        self.kv = torch.zeros(size, dtype=shape.dtype, device=shape.device) if memory is None else memory
+        size = (shape.layers, slots * length + 1, 2, shape.heads, shape.head_width)
+        self.tokens = torch.zeros(size, dtype=shape.dtype, device=shape.device) if memory is None else memory
+        self.kv = self.tokens[:, :-1].unflatten(1, (slots, length))
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where the slots are: the same for others only if these have the same layout in the same memory."""
+        return self.slots, self.length, self.tokens.data_ptr(), self.tokens.stride(0)
 
     def holds(self, slots: int, length: int) -> bool:
         return slots <= self.slots and length <= self.length
@@ -77,8 +82,7 @@ class SlotCache:
         tokens = slots * length
         if tokens > self.slots * self.length:
             raise ValueError(f"{self.slots} slots of {self.length} tokens hold no {slots} of {length}")
-        memory = self.kv.flatten(1, 2)[:, :tokens].unflatten(1, (slots, length))
-        return SlotCache(self.shape, slots, length, memory)
+        return SlotCache(self.shape, slots, length, self.tokens[:, : tokens + 1])
 
     def layer(self, index: int) -> Tensor:
         """[slot, position, 2, head, width] of one layer."""

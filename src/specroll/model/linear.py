@@ -120,9 +120,11 @@ class PackedLinears:
 
 
 def _linear(module: nn.Module) -> nn.Linear | None:
-    """The plain linear layer that the module is, or that its adapter wraps."""
+    """The plain linear layer that the module is, or that its adapter wraps, if its weight can be packed where it is."""
     layer = getattr(plain_lora(module), "base_layer", module)
-    return layer if type(layer) is nn.Linear and "forward" not in vars(layer) else None
+    if type(layer) is not nn.Linear or layer.weight.device.type != "cpu" or "forward" in vars(layer):
+        return None
+    return layer
 
 
 def _pack_together(group: _Group) -> Product | None:

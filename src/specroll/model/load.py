@@ -8,7 +8,6 @@ is `target`'s business; that it has a tokenizer and all its weights is settled h
 
 from __future__ import annotations
 
-import platform
 import re
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from specroll.device import best, multiplies_bfloat16
 from specroll.model import default
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -45,7 +45,7 @@ def load_model(
         ValueError: there is no such model, it cannot be reached, or it is not a causal language model with all of its
             weights in safetensors. The message says which, and what to do.
     """
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = torch.device(device or best())
     resolved = _dtype(dtype, place)
     source = str(default.prepare()) if name in (None, default.NAME) else _checked_name(name)
     _refuse_other_than_causal(_read(AutoConfig, "configuration", source), source)
@@ -72,17 +72,7 @@ def load_model(
 
 def native_dtype(device: torch.device | str) -> torch.dtype:
     """bfloat16 where the device has units for it, else float32: emulated bfloat16 products are several times slower."""
-    kind = torch.device(device).type
-    if kind == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif kind != "cpu":
-        native = False
-    elif platform.machine().lower() in ("x86_64", "amd64"):
-        # mkldnn's own answer below is about AVX-512, and so also yes where it emulates.
-        native = torch.cpu._is_avx512_bf16_supported()
-    else:
-        native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if native else torch.float32
+    return torch.bfloat16 if multiplies_bfloat16(torch.device(device)) else torch.float32
 
 
 def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:

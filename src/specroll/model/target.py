@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specroll.model.adapter import lora_in_use
-from specroll.model.attention import NAME, Pass, PromptPass, TreePass
+from specroll.device import recorder
+from specroll.model.adapter import lora_in_use, own_state
+from specroll.model.attention import NAME, PaddedTreePass, Pass, PromptPass, TreePass
 from specroll.model.cache import CacheShape, SlotCache
+from specroll.model.graphs import RecordedPasses
 from specroll.model.linear import PackedLinears
 from specroll.model.prove import UnsupportedModelError, prove
 from specroll.tree.mask import ancestors
@@ -72,6 +74,7 @@ class HFTarget:
         self.hidden_size: int = self.config.hidden_size
         self._packed = PackedLinears.of(self.causal)
         self.cache: SlotCache | None = None
+        self.recorded: RecordedPasses | None = None  # tree passes as graphs, where the device has them
         if self.config.model_type not in PROVED:
             prove(self)
 
@@ -101,18 +104,30 @@ class HFTarget:
         try:
             self.model.eval()
             self.config._attn_implementation = NAME
-            with torch.inference_mode(), self._packed.in_use(), lora_in_use(self.causal):
+            with torch.inference_mode(), self._packed.in_use(), lora_in_use(self.causal) as prepared:
+                self._prepare_recorded(prepared)
                 yield
         finally:
             self.config._attn_implementation = attention
             for module in training:
                 module.training = True
 
+    def _prepare_recorded(self, prepared: list[Tensor]) -> None:
+        """For a rollout that reads the weights and what was `prepared` of them where they are now."""
+        if self.recorded is None or self.recorded.device != self.device:
+            way = recorder(self.device)
+            self.recorded = None if way is None else RecordedPasses(way, self.device, type(self.causal).__name__)
+        if self.recorded is not None:
+            read = (*self.causal.parameters(), *self.causal.buffers(), *prepared)
+            self.recorded.keep_while("weights", ([t.data_ptr() for t in read], own_state(self.causal)))
+
     def reserve(self, slots: int, length: int) -> SlotCache:
         """Slots for so many sequences of so many tokens; kept between rollouts while they are large enough."""
         if self.cache is None or not self.cache.holds(slots, length):
             self.cache = None  # free the old one first
             self.cache = SlotCache(self.cache_shape, slots, length)
+            if self.recorded is not None:
+                self.recorded.keep_while("slots", self.cache.place)
         return self.cache
 
     def release(self) -> None:
@@ -137,10 +152,22 @@ class HFTarget:
         return out, list(kv.split(lengths, 1))
 
     def forward_tree(self, tree: Tree, length_S: Tensor, longest: int) -> TargetOutput:
-        """One pass over all trees, behind prefixes of `length_S` tokens in the first S slots of the reserved cache."""
+        """One pass over all trees, behind prefixes of `length_S` tokens in the first S slots of the reserved cache.
+
+        `longest` is the largest of `length_S`. The output may be overwritten by the next tree pass.
+        """
         assert self.cache is not None
+        if self.recorded is not None:
+            out = self.recorded.run(self._padded, self.cache, tree, length_S, longest)
+            if out is not None:
+                return out
         rows = TreePass(self.cache, tree, length_S, longest, ancestors(tree))
         return self._forward(tree.token_N, length_S[tree.sequence_N] + tree.depth_N, rows, 0)
+
+    def _padded(self, cache: SlotCache, tree: Tree, length_X: Tensor, live: int) -> TargetOutput:
+        """A tree pass that can be recorded: see `PaddedTreePass`."""
+        rows = PaddedTreePass(cache, tree, length_X, live, ancestors(tree))
+        return self._forward(tree.token_N, length_X[tree.sequence_N] + tree.depth_N, rows, 0)
 
     def _forward(self, token_N: Tensor, position_N: Tensor, rows: Pass, keep: Tensor | int) -> TargetOutput:
         seen: list[Tensor] = []

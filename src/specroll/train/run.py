@@ -25,6 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig
 
 from specroll.config import BudgetConfig, EngineConfig, TrainConfig
+from specroll.device import best, is_gpu
 from specroll.model.load import load_model, native_dtype
 from specroll.propose.store import save_heads
 from specroll.report.live import LiveView, summary_table
@@ -122,10 +123,9 @@ def _prepare(config: TrainConfig, folder: RunFolder, console: Console, *, resume
     task = load_task(config.task, data_dir=config.data_dir, seed=config.seed)
     folder.start(asdict(replace(config, steps=steps)), resume=resumes)
     console.print(f"Run {folder.path}: loading the model", markup=False, highlight=False)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    precision = native_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
+    precision = native_dtype(best()) if config.dtype == "auto" else getattr(torch, config.dtype)
     # All weights are trained in float32, under autocast; beside a frozen base, float32 adapters are enough.
-    model, tokenizer = load_model(config.model, dtype=precision if config.lora_rank else torch.float32, device=device)
+    model, tokenizer = load_model(config.model, dtype=precision if config.lora_rank else torch.float32)
     trainer = SpecRollGRPOTrainer(
         model=model,
         reward_funcs=list(task.reward_funcs),
@@ -140,7 +140,7 @@ def _prepare(config: TrainConfig, folder: RunFolder, console: Console, *, resume
     trainer.remove_callback(PrinterCallback)
     console.print(
         f"{steps} steps of {config.prompts_per_step} prompts x {config.num_generations} responses on {config.task}, "
-        f"{str(model.dtype).removeprefix('torch.')} on {device}, heads: {config.heads}",
+        f"{str(model.dtype).removeprefix('torch.')} on {model.device}, heads: {config.heads}",
         markup=False,
         highlight=False,
     )
@@ -149,7 +149,7 @@ def _prepare(config: TrainConfig, folder: RunFolder, console: Console, *, resume
 
 def _arguments(config: TrainConfig, steps: int, checkpoints: Path, precision: torch.dtype) -> GRPOConfig:
     micro = config.micro_batch or config.responses
-    gpu = torch.cuda.is_available()
+    gpu = is_gpu(best())
     return GRPOConfig(
         output_dir=str(checkpoints),
         per_device_train_batch_size=micro,

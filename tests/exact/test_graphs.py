@@ -1,0 +1,439 @@
+"""Recorded passes: padded, bucketed and on static buffers, they give what the plain pass gives, and never stale.
+
+`Eager` runs here what a CUDA graph would replay: the same function on the same buffers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from specroll.config import BudgetConfig, EngineConfig
+from specroll.device import CaptureError, Eager
+from specroll.engine import Engine
+from specroll.model import graphs
+from specroll.model.attention import PaddedTreePass
+from specroll.model.cache import CacheShape, SlotCache
+from specroll.model.graphs import Bucket, RecordedPasses, _Recorded, bucket_of
+from specroll.model.prove import worst_difference
+from specroll.model.target import HFTarget
+from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.tree.grow import rank, roots
+from specroll.types import Draft, Request, SamplingParams, TargetOutput, Tree
+from tiny import ARCHITECTURES, VOCAB_SIZE, tiny
+
+SAMPLING = SamplingParams(seed=3, top_p=0.95)
+TOKENS = torch.randint(VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(1))
+CPU = torch.device("cpu")
+
+
+def recorded(target: HFTarget, recorder: object | None = None) -> HFTarget:
+    target.recorded = RecordedPasses(recorder or Eager(), target.device, "tiny")  # type: ignore[arg-type]
+    return target
+
+
+def some_trees(sequences: int, nodes: int, each: int, seed: int = 0, knows: tuple[float, float] = (0.9, 0.1)) -> Tree:
+    """Trees of unequal size: the best nodes of sequences, the first and the last of which know so much."""
+    generator = torch.Generator().manual_seed(seed)
+    hit_SKC = torch.rand(sequences, 3, 4, generator=generator) * torch.linspace(*knows, sequences).view(-1, 1, 1)
+    token_SKC = torch.rand(sequences, 3, VOCAB_SIZE, generator=generator).argsort(-1)[..., :4]
+    root_S = torch.arange(sequences) + 5
+    return rank(Draft(token_SKC, hit_SKC.log(), hit_SKC), root_S, most=nodes, each=each).plant(nodes)
+
+
+def filled(target: HFTarget, lengths: list[int], slots: int, length: int = 40) -> None:
+    """Slots with prompts of these lengths in the first, and what a finished sequence leaves in the others."""
+    cache = target.reserve(slots, length)
+    cache.tokens.copy_(torch.randn(cache.tokens.shape, generator=torch.Generator().manual_seed(7)))
+    for slot, kv in enumerate(target.prefill([TOKENS[:n].tolist() for n in lengths])[1]):
+        cache.fill(slot, kv)
+
+
+ROUNDS: list[tuple[str, list[int], Callable[[], Tree], int]] = [
+    ("roots", [12, 20, 3, 9, 1], lambda: roots(torch.tensor([5, 6, 7, 8, 9])), 8),
+    ("no free slot", [12, 20, 3, 9, 1], lambda: roots(torch.tensor([5, 6, 7, 8, 9])), 5),
+    ("trees", [12, 20, 3], lambda: some_trees(3, 11, 8), 4),
+    ("trees, no free slot", [12, 20, 3], lambda: some_trees(3, 11, 8), 3),
+    ("one sequence", [22], lambda: some_trees(1, 6, 6), 2),
+    ("as many rows as cells", [4, 5], lambda: some_trees(2, 8, 4), 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "lengths", "tree", "slots"), ROUNDS, ids=[r[0] for r in ROUNDS])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_padded_passes_give_the_plain_ones(
+    architecture: str, kind: str, lengths: list[int], tree: Callable[[], Tree], slots: int
+) -> None:
+    model = tiny(architecture)
+    plain, other = HFTarget(model), recorded(HFTarget(model))
+    length_S = torch.tensor(lengths)
+    outs = []
+    for target in (plain, other):
+        with target.rolling_out():
+            filled(target, lengths, slots)
+            outs.append(target.forward_tree(tree(), length_S, max(lengths)))
+    torch.testing.assert_close(outs[1].logits_NV, outs[0].logits_NV, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(outs[1].hidden_NH, outs[0].hidden_NH, rtol=1e-4, atol=1e-4)
+    assert plain.cache is not None and other.cache is not None
+    # What belongs to a running sequence is the same, and so is all that a finished one may still be moved from.
+    written = plain.cache.kv[:, : len(lengths)], other.cache.kv[:, : len(lengths)]
+    torch.testing.assert_close(*written, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_bucket_that_was_fuller_before_leaves_nothing_behind(architecture: str) -> None:
+    """Many rounds through the same buffers, larger and smaller in turn."""
+    target, plain = recorded(HFTarget(tiny(architecture))), HFTarget(tiny(architecture))
+    sizes = [(3, 11), (3, 12), (3, 9), (4, 16), (3, 10), (3, 13), (3, 8), (1, 7), (1, 5)]
+    for seed, (running, nodes) in enumerate(sizes):
+        lengths = [12, 20, 3, 15][:running]
+        knows = (0.9, 0.1) if seed % 2 else (0.1, 0.9)  # so rows of one round are other sequences' in the next
+        tree, length_S = some_trees(running, nodes, 8, seed, knows), torch.tensor(lengths)
+        outs = []
+        for each in (plain, target):
+            with each.rolling_out():
+                filled(each, lengths, 4)
+                outs.append(each.forward_tree(tree, length_S, max(lengths)))
+        torch.testing.assert_close(outs[1].logits_NV, outs[0].logits_NV, rtol=1e-4, atol=1e-4)
+    assert target.recorded is not None and target.recorded.recordings < len(sizes)
+
+
+@pytest.mark.parametrize("bug", ["pads write to row 0", "pads lie in the rectangle", "longer prefix for pads"])
+def test_planted_bugs_in_the_padding_are_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PaddedTreePass.__init__
+
+    def broken(self, cache, tree, length_X, live, seen_Nn):  # type: ignore[no-untyped-def]
+        original(self, cache, tree, length_X, live, seen_Nn)
+        pad_N = tree.sequence_N == self.running
+        if bug == "pads write to row 0":
+            self.write_N = torch.where(pad_N, self.write_N[0], self.write_N)
+        if bug == "pads lie in the rectangle":
+            self._pads[0][0] = tree.token_N.shape[0] - 1
+        if bug == "longer prefix for pads":
+            self.length_S.add_(1)
+
+    monkeypatch.setattr(PaddedTreePass, "__init__", broken)
+    with pytest.raises(AssertionError):
+        test_padded_passes_give_the_plain_ones("llama", *ROUNDS[3])
+
+
+def requests() -> list[Request]:
+    prompts = [(4, 5, 6, 7), (9, 10), (4, 5, 6, 7), (20, 21, 22, 23, 24, 25, 26, 27, 28, 29), (30,)]
+    return [Request(prompt_ids=p, sample=100 + i, max_new_tokens=4 + 5 * i) for i, p in enumerate(prompts)]
+
+
+def engine_for(model: nn.Module, nodes: int | None, slots: int, record: bool) -> Engine:
+    proposer = None
+    if nodes is not None:
+        heads = FutureHeads.for_model(model)  # type: ignore[arg-type]
+        nn.init.normal_(heads.second_KHF, std=0.3, generator=torch.Generator().manual_seed(0))
+        proposer = HeadsProposer(heads, model)  # type: ignore[arg-type]
+    budget, config = BudgetConfig(fixed_nodes=nodes), EngineConfig(max_running=slots)
+    engine = Engine(model, proposer=proposer, budget=budget, config=config)
+    if record:
+        recorded(engine.target)
+    return engine
+
+
+@pytest.mark.parametrize("nodes", [None, 1, 5])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_recorded_passes_change_no_token(architecture: str, nodes: int | None) -> None:
+    """With sequences that end at different times, slots that are handed on and slots that stay empty."""
+    model = tiny(architecture)
+    for slots in (2, 64):
+        kinds = [engine_for(model, nodes, slots, record).generate(requests(), SAMPLING) for record in (False, True)]
+        plain, other = ([c.token_ids for c in rollout.completions] for rollout in kinds)
+        assert other == plain
+
+
+def test_an_output_lasts_until_the_next_pass_only() -> None:
+    """What a graph's replay does to whoever keeps an output, `Eager` does too."""
+    target = recorded(HFTarget(tiny("llama")))
+    with target.rolling_out():
+        filled(target, [5], 2)
+        first = target.forward_tree(roots(torch.tensor([5])), torch.tensor([5]), 5)
+        kept = first.logits_NV.clone()
+        target.forward_tree(roots(torch.tensor([9])), torch.tensor([5]), 5)
+    assert not torch.equal(first.logits_NV, kept)
+
+
+# --- what may be recorded ---------------------------------------------------------------------------------------------
+
+
+class Forbid(TorchDispatchMode):
+    """Fails on what a stream capture cannot hold: to ask the device for a value, or to bring one from the host."""
+
+    ASKS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "bincount")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        if name in self.ASKS or name == "lift_fresh":
+            raise RuntimeError(f"{name} in a recorded pass")
+        if name in ("index", "index_put_", "index_put") and any(
+            t is not None and t.dtype == torch.bool for t in args[1]
+        ):
+            raise RuntimeError("a boolean index in a recorded pass")
+        with self:  # in inference mode what consists of other operations arrives as it is
+            parts = func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if parts is NotImplemented else parts
+
+
+class Watched(Eager):
+    """`Eager`, with an eye on what runs."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        def watched() -> None:
+            with Forbid():
+                run()
+
+        return watched
+
+
+@pytest.mark.parametrize("tree", [lambda: roots(torch.tensor([5, 6, 7])), lambda: some_trees(3, 11, 8)])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nothing_recorded_waits_for_the_device(architecture: str, lora: bool, tree: Callable[[], Tree]) -> None:
+    model: nn.Module = tiny(architecture)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    target = recorded(HFTarget(model), Watched())
+    with target.rolling_out():
+        filled(target, [12, 20, 3], 4)
+        target.forward_tree(tree(), torch.tensor([12, 20, 3]), 20)
+    assert target.recorded is not None and target.recorded.recordings == 1
+
+
+@pytest.mark.parametrize("sin", ["item", "from the host", "boolean index"])
+def test_waiting_for_the_device_would_be_noticed(sin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PaddedTreePass.__init__
+
+    def sinful(self, cache, tree, length_X, live, seen_Nn):  # type: ignore[no-untyped-def]
+        if sin == "item":
+            length_X.max().item()
+        if sin == "from the host":
+            torch.tensor([1, 2])
+        if sin == "boolean index":
+            length_X[length_X > 3]
+        original(self, cache, tree, length_X, live, seen_Nn)
+
+    monkeypatch.setattr(PaddedTreePass, "__init__", sinful)
+    with pytest.raises(RuntimeError, match="in a recorded pass"):
+        test_nothing_recorded_waits_for_the_device("llama", False, lambda: some_trees(3, 11, 8))
+
+
+class OnlyOn(TorchDispatchMode):
+    """Fails on an operation that takes a tensor from elsewhere, as a capture would."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        elsewhere = {t.device.type for t in tensors} - {self.device}
+        if elsewhere:
+            raise RuntimeError(f"{func} takes a tensor from {elsewhere}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bug", [None, "index", "operand", "value"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_all_that_is_recorded_is_on_the_models_device(
+    architecture: str, bug: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device without values, where only shapes are computed: nothing is fetched from the host or asked for."""
+    original = PaddedTreePass._lay_out
+
+    def broken(self, tree, seen_Nn):  # type: ignore[no-untyped-def]
+        if bug == "index":
+            seen_Nn[torch.arange(1)]
+        if bug == "operand":
+            seen_Nn = seen_Nn & torch.ones(1, dtype=torch.bool)
+        if bug == "value":
+            tree.depth_N.max().item()
+        original(self, tree, seen_Nn)
+
+    monkeypatch.setattr(PaddedTreePass, "_lay_out", broken)
+    target = HFTarget(tiny(architecture).to("meta"))
+    cache = SlotCache(target.cache_shape, 4, 40)
+    for size in (1, 4):
+        with target.rolling_out(), nullcontext() if bug is None else pytest.raises(RuntimeError):
+            inputs = _Recorded(Bucket(4, 4 * size, size, 40), target.device)
+            with OnlyOn("meta"):
+                out = target._padded(cache, inputs.tree, inputs.length_X, 40)
+            assert out.logits_NV.shape == (4 * size, VOCAB_SIZE) and out.hidden_NH.device.type == "meta"
+
+
+def test_a_model_that_cannot_be_recorded_runs_as_before_and_says_so_once() -> None:
+    class Cannot(Eager):
+        def record(self, run: Callable[[], None]) -> Callable[[], None]:
+            raise CaptureError("operation not permitted when stream is capturing")
+
+    model = tiny("llama")
+    expected = engine_for(model, 5, 4, record=False).generate(requests(), SAMPLING)
+    engine = engine_for(model, 5, 4, record=False)
+    recorded(engine.target, Cannot())
+    with pytest.warns(RuntimeWarning, match="tiny cannot be recorded .* not permitted") as seen:
+        rollout = engine.generate(requests(), SAMPLING)
+    assert len(seen) == 1
+    assert [c.token_ids for c in rollout.completions] == [c.token_ids for c in expected.completions]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.generate(requests(), SAMPLING)
+
+
+# --- when recordings are dropped --------------------------------------------------------------------------------------
+
+
+class Counting(Eager):
+    def __init__(self) -> None:
+        self.forgotten = 0
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+def counted(model: nn.Module) -> tuple[HFTarget, RecordedPasses, Counting]:
+    recorder = Counting()
+    target = recorded(HFTarget(model), recorder)
+    assert target.recorded is not None
+    one_pass(target)
+    return target, target.recorded, recorder
+
+
+def one_pass(target: HFTarget, slots: int = 2) -> None:
+    with target.rolling_out():
+        if target.cache is None or not target.cache.holds(slots, 40):
+            filled(target, [5], slots)
+        target.forward_tree(roots(torch.tensor([5])), torch.tensor([5]), 5)
+
+
+def adapted(model: nn.Module, **settings: object) -> nn.Module:
+    return get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", **settings)).eval()  # type: ignore[arg-type]
+
+
+def new_values(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+@pytest.mark.parametrize("make", [lambda: tiny("llama"), lambda: adapted(tiny("llama"))], ids=["whole", "adapter"])
+def test_new_values_in_old_weights_need_no_new_recording(make: Callable[[], nn.Module]) -> None:
+    target, passes, recorder = counted(make())
+    new_values(target.model)
+    one_pass(target)
+    assert (passes.recordings, recorder.forgotten) == (1, 0)
+    assert worst_difference(target, TOKENS) < 1e-5
+
+
+def test_other_weights_need_a_new_recording() -> None:
+    target, passes, recorder = counted(tiny("llama"))
+    target.causal.model.norm.weight = nn.Parameter(target.causal.model.norm.weight.detach() * 2)
+    one_pass(target)
+    assert (passes.recordings, recorder.forgotten) == (2, 1)
+
+
+@pytest.mark.parametrize("change", ["scaling", "disabled", "second"])
+def test_an_adapter_that_computes_otherwise_needs_a_new_recording(change: str) -> None:
+    model = adapted(tiny("llama"), use_dora=change == "scaling")
+    if change == "second":
+        model.add_adapter("second", LoraConfig(r=3, target_modules="all-linear"))  # type: ignore[operator]
+    target, passes, recorder = counted(model)
+    if change == "scaling":
+        for module in model.modules():
+            if hasattr(module, "set_scale"):
+                module.set_scale("default", 0.5)
+    if change == "disabled":
+        model.base_model.disable_adapter_layers()  # type: ignore[operator]
+    if change == "second":
+        model.set_adapter("second")  # type: ignore[operator]
+    one_pass(target)
+    assert (passes.recordings, recorder.forgotten) == (2, 1)
+
+
+def test_other_slots_need_a_new_recording_and_the_same_ones_do_not() -> None:
+    target, passes, recorder = counted(tiny("llama"))
+    one_pass(target)
+    assert passes.recordings == 1
+    first = target.cache
+    one_pass(target, slots=3)
+    assert target.cache is not first and (passes.recordings, recorder.forgotten) == (2, 1)
+    # A measurement looks at the same memory as other slots, and goes back.
+    whole = target.cache
+    assert whole is not None
+    with target.rolling_out():
+        target.cache = whole.regrouped(1, whole.length)
+        target.forward_tree(roots(torch.tensor([5])), torch.tensor([5]), 5)
+        target.cache = whole
+        target.forward_tree(roots(torch.tensor([5])), torch.tensor([5]), 5)
+    assert (passes.recordings, recorder.forgotten) == (3, 1)
+
+
+def test_few_recordings_are_held_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_MOST", 2)
+    target = recorded(HFTarget(tiny("llama")))
+    passes, made = target.recorded, []
+    assert passes is not None
+    with target.rolling_out():
+        filled(target, [5, 5, 5], 3)
+        for running in (1, 2, 1, 3, 1, 2):
+            target.forward_tree(roots(torch.arange(running) + 5), torch.tensor([5] * running), 5)
+            made.append(passes.recordings)
+    assert made == [1, 2, 2, 3, 3, 4] and len(passes._held) == 2
+
+
+# --- buckets ----------------------------------------------------------------------------------------------------------
+
+
+def test_buckets_hold_the_trees_within_the_slots() -> None:
+    shape = CacheShape(1, 1, 1, torch.float32, CPU)
+    for slots, length in ((1, 30), (5, 200), (64, 1000)):
+        cache = SlotCache(shape, slots, length)
+        for running in (1, 2, 5, 7, 33, 64):
+            for nodes in (0, 1, 3, 9, 16):
+                for longest in (1, 100, 700):
+                    if running > slots or longest + 1 + nodes > length:
+                        continue
+                    tree = Tree(*(torch.zeros(running * (1 + nodes)),) * 6, size=1 + nodes, max_depth=nodes)
+                    bucket = bucket_of(cache, tree, running, longest)
+                    assert running <= bucket.running <= slots
+                    assert 1 + nodes <= bucket.size and (bucket.size == 1) == (nodes == 0)
+                    assert running * (1 + nodes) <= bucket.rows <= bucket.running * bucket.size
+                    assert longest + 1 + nodes <= bucket.live <= length
+
+
+def test_buckets_are_few() -> None:
+    cache = SlotCache(CacheShape(1, 1, 1, torch.float32, CPU), 64, 4096)
+
+    def bucket(running: int, longest: int) -> Bucket:
+        return bucket_of(cache, roots(torch.arange(running)), running, longest)
+
+    assert len({bucket(running, 100) for running in range(1, 65)}) == 12
+    assert len({bucket(1, longest) for longest in range(1, 4095)}) == 11
+
+
+def test_the_cpu_runs_unpadded() -> None:
+    target = HFTarget(tiny("llama"))
+    one_pass(target)
+    assert target.recorded is None
+
+
+def test_output_buffers_grow_and_old_recordings_keep_theirs() -> None:
+    passes = RecordedPasses(Eager(), CPU, "counting")
+    cache = SlotCache(CacheShape(1, 1, 1, torch.float32, CPU), 4, 200)
+
+    def forward(cache: SlotCache, tree: Tree, length_X: torch.Tensor, live: int) -> TargetOutput:
+        return TargetOutput(tree.token_N[:, None].float(), tree.depth_N[:, None].float())
+
+    for running in (1, 4, 1):
+        out = passes.run(forward, cache, roots(torch.arange(running) + 5), torch.ones(running, dtype=torch.int64), 1)
+        assert out is not None and out.logits_NV.flatten().tolist() == [5.0 + i for i in range(running)]
