@@ -24,6 +24,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from specroll.propose.heads import FutureHeads
+
 VOCAB_SIZE = 61
 PAD, EOS, UNKNOWN = 0, 1, 2
 SLIDING_WINDOW = 8
@@ -90,3 +92,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     return tokenizer
+
+
+def tiny_heads() -> FutureHeads:
+    """Heads of the tiny Llama that propose something, with a draft vocabulary."""
+    heads = FutureHeads.for_model(tiny("llama"), vocabulary=torch.arange(2, 50))
+    torch.nn.init.normal_(heads.second_KHF, std=0.3, generator=torch.Generator().manual_seed(0))
+    return heads

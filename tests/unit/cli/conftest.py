@@ -38,3 +38,19 @@ def specroll(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
         return Result(code, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured in this test is measured for it alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def bench_command(
+    specroll: Callable[..., Result], tiny_folder: Path, tmp_path: Path, own_cache: None
+) -> Callable[..., Result]:
+    """`bench_command("rollout", "--tokens", 4)`: a bench on the tiny model and three questions."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "2 + 2?", "answer": "4"}\n' * 3)
+    return lambda name, *options: specroll("bench", name, "--model", tiny_folder, "--task", questions, *options)

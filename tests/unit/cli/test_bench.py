@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,8 @@ SMALL = ("--running", 1, 2, "--batches", "1x2", "--tokens", 4, "--repeats", 2)
 
 
 @pytest.fixture
-def bench(specroll: Callable, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:  # type: ignore[type-arg]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "questions.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n' * 3)
-    return lambda *options: specroll(
-        "bench", "rollout", "--model", tiny_folder, "--task", tmp_path / "questions.jsonl", *options
-    )
+def bench(bench_command: Callable) -> Callable:  # type: ignore[type-arg]
+    return partial(bench_command, "rollout")
 
 
 def test_the_documented_keys_are_there(bench: Callable, tmp_path: Path) -> None:  # type: ignore[type-arg]

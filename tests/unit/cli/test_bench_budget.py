@@ -4,48 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from specroll.bench.budget import Hostile, engines, random_heads, worst_over_plain
-from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.cli.bench_budget import PAIRS
+from specroll.propose.heads import HeadsProposer
 from specroll.propose.store import save_heads
 from specroll.types import Features, Request, SamplingParams
-from tiny import VOCAB_SIZE, tiny, tiny_tokenizer
+from tiny import VOCAB_SIZE, tiny, tiny_heads, tiny_tokenizer
 
-PAIRS = (
-    "optimal_over_paper",
-    "optimal_over_plain",
-    "paper_over_plain",
-    "random_over_plain",
-    "hostile_over_plain",
-    "control_over_plain",
-)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
-def bench(specroll: Callable, tiny_folder: Path, tmp_path: Path) -> Callable:  # type: ignore[type-arg]
-    (tmp_path / "questions.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n' * 3)
-    return lambda *options: specroll(
-        "bench", "budget", "--model", tiny_folder, "--task", tmp_path / "questions.jsonl", *options
-    )
-
-
-def some_heads() -> FutureHeads:
-    heads = FutureHeads.for_model(tiny("llama"), vocabulary=torch.arange(2, 50))
-    torch.nn.init.normal_(heads.second_KHF, std=0.3, generator=torch.Generator().manual_seed(0))
-    return heads
+def bench(bench_command: Callable) -> Callable:  # type: ignore[type-arg]
+    return partial(bench_command, "budget")
 
 
 def test_the_documented_keys_are_there(bench: Callable, tmp_path: Path) -> None:  # type: ignore[type-arg]
-    heads, path = save_heads(some_heads(), tmp_path / "heads", tiny("llama")), tmp_path / "budget.json"
+    heads, path = save_heads(tiny_heads(), tmp_path / "heads", tiny("llama")), tmp_path / "budget.json"
     small = ("--running", 1, 3, "--batches", "1x2", "--tokens", 5, "--repeats", 2)
     done = bench("--heads", heads, *small, "--json", path)
     assert done.code == 0 and "least ratio to plain decoding" in done.out
@@ -75,7 +56,7 @@ def test_the_worst_case_is_the_least_ratio_of_an_optimal_budget() -> None:
 
 
 def test_the_hostile_proposer_is_as_sure_as_the_good_one_and_never_learns() -> None:
-    model, heads = tiny("llama"), some_heads()
+    model, heads = tiny("llama"), tiny_heads()
     good = HeadsProposer(heads, model)
     hostile = Hostile(HeadsProposer(heads, model))
     index = torch.arange(3)
@@ -91,7 +72,7 @@ def test_the_hostile_proposer_is_as_sure_as_the_good_one_and_never_learns() -> N
 
 
 def test_the_systems_share_weights_and_slots_and_say_the_same() -> None:
-    model, heads = tiny("llama"), some_heads()
+    model, heads = tiny("llama"), tiny_heads()
     made = engines(model, tiny_tokenizer(), heads, max_nodes=6, max_running=8)  # type: ignore[arg-type]
     assert len({id(engine.target) for engine in made.values()}) == 1
     assert {name: engine.budget.rule for name, engine in made.items()} == {
@@ -106,7 +87,7 @@ def test_the_systems_share_weights_and_slots_and_say_the_same() -> None:
 
 
 def test_random_heads_cost_as_much_and_know_nothing() -> None:
-    model, heads = tiny("llama"), some_heads()
+    model, heads = tiny("llama"), tiny_heads()
     made = random_heads(heads, model)
     assert made.second_KHF.shape == heads.second_KHF.shape and made.trained
     assert made.vocabulary_V is not None and torch.equal(made.vocabulary_V, heads.vocabulary_V)  # type: ignore[arg-type]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from specroll.bench import scale
 from specroll.bench.scale import (
@@ -26,33 +26,22 @@ from specroll.bench.scale import (
 )
 from specroll.cli import bench_scale
 from specroll.engine import Engine
-from specroll.propose.heads import FutureHeads
 from specroll.propose.store import save_heads
 from specroll.types import RoundStats
-from tiny import tiny, tiny_tokenizer
+from tiny import tiny, tiny_heads, tiny_tokenizer
 
 SMALL = ("--queue", 4, 20, "--contexts", 8, 16, "--running", 1, 2)
 
 
 @pytest.fixture
-def bench(specroll: Callable, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:  # type: ignore[type-arg]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "questions.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n' * 3)
-    return lambda *options: specroll(
-        "bench", "scale", "--model", tiny_folder, "--task", tmp_path / "questions.jsonl", *options
-    )
-
-
-def some_heads() -> FutureHeads:
-    heads = FutureHeads.for_model(tiny("llama"), vocabulary=torch.arange(2, 50))
-    torch.nn.init.normal_(heads.second_KHF, std=0.3, generator=torch.Generator().manual_seed(0))
-    return heads
+def bench(bench_command: Callable) -> Callable:  # type: ignore[type-arg]
+    return partial(bench_command, "scale")
 
 
 @pytest.mark.parametrize("with_heads", [True, False])
 def test_the_documented_keys_are_there(bench: Callable, tmp_path: Path, with_heads: bool) -> None:  # type: ignore[type-arg]
     path = tmp_path / "new" / "scale.json"
-    heads = ("--heads", save_heads(some_heads(), tmp_path / "heads", tiny("llama"))) if with_heads else ()
+    heads = ("--heads", save_heads(tiny_heads(), tmp_path / "heads", tiny("llama"))) if with_heads else ()
     done = bench(*SMALL, *heads, "--json", path)
     assert done.code == 0 and "at a tenth" in done.out and "context 2, plain" in done.out
     results = json.loads(path.read_text())
