@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 BudgetRuleName = Literal["optimal", "paper"]
+HeadsSee = Literal["path", "root", "state"]
 
 
 def _at_least(least: int, **values: int | None) -> None:
@@ -39,7 +40,8 @@ class HeadsConfig:
     """The future-token heads."""
 
     horizons: int = 4
-    root_conditioned: bool = True
+    sees: HeadsSee = "path"
+    """What a head knows besides the state: the drafted path up to it, its root only, or nothing (the paper's heads)."""
     width_factor: int = 2
     """Width of a head's hidden layer, in units of the model's hidden width."""
 

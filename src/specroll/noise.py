@@ -82,14 +82,15 @@ def row_keys(seed: int, sample_N: Tensor, position_N: Tensor) -> Tensor:
     return _mix_(key_N, _MIX64).view(torch.int32).view(-1, 2)
 
 
-def _token_words(token: Tensor) -> Tensor:
+def token_words(token: Tensor) -> Tensor:
+    """The mixed words h of token ids, int32: what `gumbel_of_words` needs of tokens that are asked for again."""
     return _mix_(token.to(torch.int32, copy=True), _MIX32_TOKEN)
 
 
 @lru_cache(maxsize=4)
 def _vocabulary_words(vocab_size: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return _token_words(torch.arange(vocab_size, device=device))
+        return token_words(torch.arange(vocab_size, device=device))
 
 
 def _uniform(key_N2: Tensor, word_NC: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ def _uniform(key_N2: Tensor, word_NC: Tensor) -> Tensor:
 
 def uniform(key_N2: Tensor, token_NC: Tensor) -> Tensor:
     """The uniforms v behind `gumbel`, float32 [N, C], strictly between 0 and 1: small v is large noise."""
-    return _uniform(key_N2, _token_words(token_NC))
+    return _uniform(key_N2, token_words(token_NC))
 
 
 def uniform_all(key_N2: Tensor, vocab_size: int) -> Tensor:
@@ -139,10 +140,14 @@ def gumbel(seed: int, sample_N: Tensor, position_N: Tensor, token_NC: Tensor) ->
         raise ValueError(f"token ids must be integers, got {token_NC.dtype}")
     if token_NC.dim() not in (1, 2) or (token_NC.dim() == 2 and token_NC.shape[0] != sample_N.shape[0]):
         raise ValueError(f"tokens {tuple(token_NC.shape)} do not fit {sample_N.shape[0]} rows: give [N, C] or [C]")
-    return _gumbel(row_keys(seed, sample_N, position_N), _token_words(token_NC))
+    return gumbel_of_words(seed, sample_N, position_N, token_words(token_NC))
+
+
+def gumbel_of_words(seed: int, sample_N: Tensor, position_N: Tensor, word_NC: Tensor) -> Tensor:
+    """`gumbel` of tokens whose `token_words` are known, float32 [N, C]."""
+    return _gumbel(row_keys(seed, sample_N, position_N), word_NC)
 
 
 def gumbel_all(seed: int, sample_N: Tensor, position_N: Tensor, vocab_size: int) -> Tensor:
     """`gumbel` of the whole vocabulary, float32 [N, V]."""
-    key_N2 = row_keys(seed, sample_N, position_N)
-    return _gumbel(key_N2, _vocabulary_words(vocab_size, key_N2.device))
+    return gumbel_of_words(seed, sample_N, position_N, _vocabulary_words(vocab_size, sample_N.device))

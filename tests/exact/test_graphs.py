@@ -52,7 +52,7 @@ def some_trees(sequences: int, nodes: int, each: int, seed: int = 0, knows: tupl
 def filled(target: HFTarget, lengths: list[int], slots: int, length: int = 40) -> None:
     """Slots with prompts of these lengths in the first, and what a finished sequence leaves in the others."""
     cache = target.reserve(slots, length)
-    cache.tokens.copy_(torch.randn(cache.tokens.shape, generator=torch.Generator().manual_seed(7)))
+    cache.whole.copy_(torch.randn(cache.whole.shape, generator=torch.Generator().manual_seed(7)))
     for slot, kv in enumerate(target.prefill([TOKENS[:n].tolist() for n in lengths])[1]):
         cache.fill(slot, kv)
 
@@ -84,7 +84,7 @@ def test_padded_passes_give_the_plain_ones(
     torch.testing.assert_close(outs[1].hidden_NH, outs[0].hidden_NH, rtol=1e-4, atol=1e-4)
     assert plain.cache is not None and other.cache is not None
     # What belongs to a running sequence is the same, and so is all that a finished one may still be moved from.
-    written = plain.cache.kv[:, : len(lengths)], other.cache.kv[:, : len(lengths)]
+    written = plain.cache.kv[:, :, : len(lengths)], other.cache.kv[:, :, : len(lengths)]
     torch.testing.assert_close(*written, rtol=1e-4, atol=1e-4)
 
 
@@ -114,7 +114,7 @@ def test_planted_bugs_in_the_padding_are_noticed(bug: str, monkeypatch: pytest.M
         original(self, cache, tree, length_X, live, seen_Nn)
         pad_N = tree.sequence_N == self.running
         if bug == "pads write to row 0":
-            self.write_N = torch.where(pad_N, self.write_N[0], self.write_N)
+            self.write_2N = tuple(index_N.where(~pad_N, index_N[0]) for index_N in self.write_2N)
         if bug == "pads lie in the rectangle":
             self._pads[0][0] = tree.token_N.shape[0] - 1
         if bug == "longer prefix for pads":

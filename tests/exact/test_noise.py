@@ -295,7 +295,7 @@ def test_keys_of_a_big_grid_are_distinct() -> None:
 
 
 def test_tokens_of_a_row_never_share_their_bits() -> None:
-    word_C = noise._mix_(noise._token_words(torch.arange(1 << 18)) ^ 12345, noise._MIX32_BITS)
+    word_C = noise._mix_(noise.token_words(torch.arange(1 << 18)) ^ 12345, noise._MIX32_BITS)
     assert len(word_C.unique()) == len(word_C)
 
 

@@ -74,7 +74,7 @@ def test_uneven_trees_of_several_sequences_give_the_models_own_logits(
     def broken(self, *arguments):  # type: ignore[no-untyped-def]
         original(self, *arguments)
         if bug == "written elsewhere":
-            self.write_N = self.write_N.roll(1)
+            self.write_2N = self.write_2N[0], self.write_2N[1].roll(1)
         if bug == "read elsewhere":
             self._pads = self._pads[0].flip(0), self._pads[1]
 
@@ -112,7 +112,7 @@ def test_a_kept_path_is_the_recomputed_prefix(architecture: str) -> None:
         cache.move(0, 1, len(TOKENS))
         _, (fresh,) = target.prefill([TOKENS.tolist()])
     for slot in (0, 1):
-        torch.testing.assert_close(cache.kv[:, slot, : len(TOKENS)], fresh, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(cache.kv[:, :, slot, :, : len(TOKENS)], fresh, rtol=1e-4, atol=1e-5)
 
 
 UNPROVED = {

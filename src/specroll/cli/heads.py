@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specroll.cli.common import ModelOptions, SamplingOptions, check_at_least, check_writable, quiet_loading
-from specroll.config import HeadsConfig
+from specroll.config import HeadsConfig, HeadsSee
 
 if TYPE_CHECKING:
     from specroll.engine import Engine
@@ -43,8 +43,8 @@ class Options(ModelOptions, SamplingOptions):
     """Most tokens of a response."""
     horizons: int = HeadsConfig().horizons
     """Heads: how many tokens ahead of the root are predicted."""
-    root: bool = True
-    """Show the heads the root's embedding; --no-root leaves the published form, hidden state alone."""
+    sees: HeadsSee = HeadsConfig().sees
+    """What a head knows: the whole drafted path before it, the path's root, or the state alone (the published form)."""
     updates: int = 400
     """Steps of the fit, 512 positions each."""
     max_running: int = 32
@@ -87,7 +87,7 @@ def main(options: Options) -> int:
         with Progress() as progress:
             trajectories = _collect(options, engine, requests, work, progress)
             causal = engine.target.causal
-            config = HeadsConfig(horizons=options.horizons, root_conditioned=options.root)
+            config = HeadsConfig(horizons=options.horizons, sees=options.sees)
             vocabulary = draft_vocabulary(trajectories, {r.prompt_ids for r in requests})
             heads = FutureHeads.for_model(causal, config, vocabulary=vocabulary)
             before = _tokens_per_round(options, engine, heads, measured, "untrained heads", progress)

@@ -22,7 +22,7 @@ from specroll.types import Features, Proposer, SamplingParams, TargetOutput, Tre
 
 _MOST_ROWS = 128
 _ROWS_PER_TREE = 4
-_SLOT_TOKENS = 4224  # memory of the measurement: 32 x (128 + 4) tokens, 4 x (1024 + 32), or 1 x (4096 + 128)
+_SLOT_TOKENS = 4256  # memory of the measurement: 32 x (128 + 4 + 1) tokens, 4 x (1024 + 32), or 1 x (4096 + 128)
 _FAR = ((1, 1, 4096), (1, 8, 4096), (4, 4, 1024), (4, 16, 1024))  # running, rows, context
 _PEAKED = 2.0  # made-up text gives flatter laws than real text, and flat ones take longer to draw from
 _PROPOSE_NODES, _PROPOSE_MANY, _PROPOSE_REPEATS = 4, 8, 5
@@ -108,13 +108,13 @@ def _passes(target: HFTarget, sampling: SamplingParams) -> Callable[[int, int, i
     They are the reserved ones, grouped otherwise, where these are large: measuring needs little memory besides.
     """
     reserved = target.cache
-    if reserved is None or reserved.slots * reserved.length < _SLOT_TOKENS:
-        reserved = SlotCache(target.cache_shape, 1, _SLOT_TOKENS)
-    memory = reserved.regrouped(1, _SLOT_TOKENS)
+    if reserved is None or reserved.slots * (reserved.length + 1) < _SLOT_TOKENS:
+        reserved = SlotCache(target.cache_shape, 1, _SLOT_TOKENS - 1)
+    memory = reserved.regrouped(1, _SLOT_TOKENS - 1)
     memory.kv.fill_(0.1)  # pages that were never written would all be read from one place, and look cheap
 
     def run(running: int, rows: int, context: int) -> None:
-        target.cache = memory.regrouped(running, _SLOT_TOKENS // running)
+        target.cache = memory.regrouped(running, _SLOT_TOKENS // running - 1)
         out = chain_pass(target, running=running, size=rows // running, context=context)()
         index = torch.arange(rows, device=target.device)
         draw(out.logits_NV * _PEAKED, sampling, index, index)

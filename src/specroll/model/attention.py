@@ -69,7 +69,7 @@ AttentionInterface.register(NAME, _attention)
 
 
 class PromptPass:
-    """Packed prompts, each attending causally to itself; `kv` [layer, N, 2, head, width] is what they leave behind."""
+    """Packed prompts, each attending causally to itself; `kv` [layer, 2, head, N, width] is what they leave behind."""
 
     def __init__(self, lengths: list[int], kv: Tensor) -> None:
         self.lengths, self.kv = lengths, kv
@@ -85,8 +85,7 @@ class PromptPass:
         return self._masks[length, window]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        self.kv[layer, :, 0] = key.transpose(0, 1)
-        self.kv[layer, :, 1] = value.transpose(0, 1)
+        self.kv[layer, 0], self.kv[layer, 1] = key, value
         group = query.shape[0] // key.shape[0]
         key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
         parts = []
@@ -109,7 +108,7 @@ class TreePass:
         self.cache, self.size, self.length_S = cache, tree.size, length_S
         self.running = length_S.shape[0]
         self.live = longest + tree.size
-        self.write_N = tree.sequence_N * cache.length + length_S[tree.sequence_N] + tree.slot_N
+        self.write_2N = tree.sequence_N, length_S[tree.sequence_N] + tree.slot_N
         self._pads: tuple[Tensor, Tensor] | None = None
         if tree.token_N.shape[0] < self.running * self.size:
             place_N = tree.sequence_N * self.size + tree.slot_N
@@ -145,15 +144,12 @@ class TreePass:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         heads, _, width = key.shape
         group = query.shape[0] // heads
-        rows_N2 = torch.stack((key.transpose(0, 1), value.transpose(0, 1)), 1)
-        self.cache.tokens[layer].index_copy_(0, self.write_N, rows_N2)
-        live = self.cache.layer(layer)[: self.running, : self.live]
+        self.cache.write(layer, *self.write_2N, torch.stack((key.transpose(0, 1), value.transpose(0, 1)), 1))
+        live_key, live_value = self.cache.kv[layer, :, : self.running, :, : self.live]
         # The G query heads of a key head become more rows of the same product, so keys are read once.
         q = self._padded(query, 1).view(heads, group, self.running, self.size, width).permute(2, 0, 1, 3, 4)
         q = q.reshape(self.running, heads, group * self.size, width)
-        out = scaled_dot_product_attention(
-            q, live[:, :, 0].transpose(1, 2), live[:, :, 1].transpose(1, 2), self._mask(window, group, q), scale=scale
-        )
+        out = scaled_dot_product_attention(q, live_key, live_value, self._mask(window, group, q), scale=scale)
         out = out.view(self.running, heads, group, self.size, width).permute(0, 3, 1, 2, 4)
         out = out.reshape(self.running * self.size, heads * group, width)
         return out if self._pads is None else out.index_select(0, self._pads[1])
@@ -163,8 +159,8 @@ class PaddedTreePass(TreePass):
     """A tree pass whose operations and sizes depend on shapes alone, so that it can be recorded and run again.
 
     Rows that only fill it up belong to a sequence behind the last, of length 0 (`length_X` has S + 1 entries): what
-    they write goes to the first token of a slot that nobody uses, or to the token that belongs to no slot. Where every
-    sequence has one row, pads are the roots of unused slots instead, so that rows need no laying out.
+    they write goes to a position that belongs to no sequence. Where every sequence has one row, pads are the roots of
+    unused slots instead, so that rows need no laying out.
     """
 
     def __init__(self, cache: SlotCache, tree: Tree, length_X: Tensor, live: int, seen_Nn: Tensor) -> None:
@@ -172,7 +168,10 @@ class PaddedTreePass(TreePass):
         self.cache, self.size, self.live = cache, tree.size, live
         self.running = length_X.shape[0] - 1
         self.length_S = length_X[:-1]
-        self.write_N = tree.sequence_N * cache.length + length_X[tree.sequence_N] + tree.slot_N
+        self.write_2N = (
+            tree.sequence_N.clamp(max=cache.slots - 1),
+            (length_X[tree.sequence_N] + tree.slot_N).where(tree.sequence_N < self.running, cache.length),
+        )
         self._pads = None
         if tree.size > 1:
             cells = self.running * self.size

@@ -1,7 +1,7 @@
 """Slots for keys and values: preallocated per running sequence, compacted in place, never concatenated.
 
-Knows shapes and memory, not models. Layout: [layer, slot, position, 2 (key, value), head, head width], so that one
-token's key and value of a layer lie together: a pass writes whole rows and an accepted path moves whole rows.
+Knows shapes and memory, not models. Layout: [layer, 2 (key, value), slot, head, position, head width], so that what one
+attention head reads of a sequence lies together.
 """
 
 from __future__ import annotations
@@ -58,44 +58,45 @@ class SlotCache:
     """Keys and values of the running sequences; slot s belongs to the s-th of them."""
 
     def __init__(self, shape: CacheShape, slots: int, length: int, memory: Tensor | None = None) -> None:
-        """`memory`: `tokens` that exist already; None allocates them.
+        """`memory` [layer, 2, elements]: that of other slots, to be used as these; None allocates it.
 
-        `tokens` [layer, slots * length + 1, 2, head, width] holds the slots one behind the other, and a last token that
-        belongs to none: rows which only fill up a pass of fixed shape may be written there. `kv` is the slots alone,
-        [layer, slot, position, 2, head, width].
+        `whole` [layer, 2, slot, head, position, width] has a position more than a slot has tokens. It belongs to no
+        sequence: rows which only fill up a pass of fixed shape may be written there. `kv` is `whole` without it.
         """
         self.shape, self.slots, self.length = shape, slots, length
-        size = (shape.layers, slots * length + 1, 2, shape.heads, shape.head_width)
-        self.tokens = torch.zeros(size, dtype=shape.dtype, device=shape.device) if memory is None else memory
-        self.kv = self.tokens[:, :-1].unflatten(1, (slots, length))
+        elements = slots * (length + 1) * shape.heads * shape.head_width
+        if memory is None:
+            memory = torch.zeros((shape.layers, 2, elements), dtype=shape.dtype, device=shape.device)
+        self.memory = memory
+        self.whole = memory[:, :, :elements].unflatten(2, (slots, shape.heads, length + 1, shape.head_width))
+        self.kv = self.whole[..., :length, :]
 
     @property
     def place(self) -> tuple[int, ...]:
         """Where the slots are: the same for others only if these have the same layout in the same memory."""
-        return self.slots, self.length, self.tokens.data_ptr(), self.tokens.stride(0)
+        return self.slots, self.length, self.memory.data_ptr(), self.memory.stride(0)
 
     def holds(self, slots: int, length: int) -> bool:
         return slots <= self.slots and length <= self.length
 
     def regrouped(self, slots: int, length: int) -> SlotCache:
         """The same memory, or the beginning of it, as other slots. Raises ValueError where it is too small."""
-        tokens = slots * length
-        if tokens > self.slots * self.length:
+        if slots * (length + 1) > self.slots * (self.length + 1):
             raise ValueError(f"{self.slots} slots of {self.length} tokens hold no {slots} of {length}")
-        return SlotCache(self.shape, slots, length, self.tokens[:, : tokens + 1])
+        return SlotCache(self.shape, slots, length, self.memory)
 
-    def layer(self, index: int) -> Tensor:
-        """[slot, position, 2, head, width] of one layer."""
-        return self.kv[index]
+    def write(self, layer: int, slot_N: Tensor, position_N: Tensor, rows_N2: Tensor) -> None:
+        """Put single tokens' keys and values [N, 2, head, width] of a layer where they belong."""
+        self.whole[layer][:, slot_N, :, position_N] = rows_N2
 
     def fill(self, slot: int, prompt_kv: Tensor) -> None:
-        """Put a prompt's keys and values [layer, P, 2, head, width] at the start of a slot."""
-        self.kv[:, slot, : prompt_kv.shape[1]] = prompt_kv
+        """Put a prompt's keys and values [layer, 2, head, P, width] at the start of a slot."""
+        self.kv[:, :, slot, :, : prompt_kv.shape[3]] = prompt_kv
 
     def move(self, source: int, target: int, length: int) -> None:
         """Hand the first `length` tokens of one slot to another."""
-        self.kv[:, target, :length] = self.kv[:, source, :length]
+        self.kv[:, :, target, :, :length] = self.kv[:, :, source, :, :length]
 
     def compact(self, slot_M: Tensor, source_M: Tensor, target_M: Tensor) -> None:
         """Move single tokens inside their slots: position source -> target, all at once (sources are read first)."""
-        self.kv[:, slot_M, target_M] = self.kv[:, slot_M, source_M]
+        self.kv[:, :, slot_M, :, target_M] = self.kv[:, :, slot_M, :, source_M]

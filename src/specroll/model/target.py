@@ -138,18 +138,18 @@ class HFTarget:
         """Run whole prompts in one packed pass.
 
         Returns the output at each prompt's last token (one row per prompt), and each prompt's keys and values
-        [layer, P, 2, head, width].
+        [layer, 2, head, P, width].
         """
         lengths = [len(p) for p in prompts]
         shape = self.cache_shape
         kv = torch.empty(
-            (shape.layers, sum(lengths), 2, shape.heads, shape.head_width), dtype=shape.dtype, device=shape.device
+            (shape.layers, 2, shape.heads, sum(lengths), shape.head_width), dtype=shape.dtype, device=shape.device
         )
         tokens = torch.tensor([t for p in prompts for t in p], device=self.device)
         positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
         last = torch.tensor([end - 1 for end in accumulate(lengths)], device=self.device)
         out = self._forward(tokens, positions, PromptPass(lengths, kv), last)
-        return out, list(kv.split(lengths, 1))
+        return out, list(kv.split(lengths, 3))
 
     def forward_tree(self, tree: Tree, length_S: Tensor, longest: int) -> TargetOutput:
         """One pass over all trees, behind prefixes of `length_S` tokens in the first S slots of the reserved cache.

@@ -31,6 +31,8 @@ WARM_UP = 0.05
 FINAL_LR = 0.1
 """The learning rate rises over this share of the updates, then falls along a cosine to this share of its height."""
 CLIP_NORM = 1.0
+DROPOUT = 0.3
+"""Share of the inner activations that an update does without: a few hundred responses are soon known by heart."""
 JUDGEMENTS = 5
 """How often the held-out trajectories are looked at during a fit."""
 SAVE_SECONDS = 20.0
@@ -211,7 +213,7 @@ class _Fit:
         """One step; returns the batch's KL per horizon. The weights stay as they are when it is not finite."""
         position_B = self._batch(update)
         ahead_BK, exists_BK = self.samples.ahead(position_B, self.heads.horizons)
-        state_BKH = states(self.heads, self.model, self.samples, position_B)
+        state_BKH = states(self.heads, self.model, self.samples, position_B, self._dropout(update))
         # One horizon's logits at a time: their gradients meet again at the states.
         leaf_BKH = state_BKH.detach().requires_grad_()
         losses = []
@@ -231,6 +233,15 @@ class _Fit:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss_K
+
+    def _dropout(self, update: int) -> Callable[[Tensor], Tensor]:
+        generator = torch.Generator(self.heads.first_KFI.device).manual_seed((self.seed << 20) + update)
+
+        def drop(inner_BF: Tensor) -> Tensor:
+            kept_BF = torch.empty_like(inner_BF).bernoulli_(1 - DROPOUT, generator=generator)
+            return inner_BF * kept_BF / (1 - DROPOUT)
+
+        return drop
 
     def _batch(self, update: int) -> Tensor:
         """Positions of this update: consecutive pieces of a shuffle that is new for each pass over the samples."""

@@ -1,14 +1,18 @@
 """Future-token heads: K small residual blocks that see the target's last hidden state and share its frozen lm_head.
 
-Horizon k = 1..K predicts the token k places after the root:
+Horizon k = 1..K predicts the token k places after the root t_0, knowing the path t_0 .. t_{k-1} that leads there:
 
-    z_k = h + B_k SiLU(A_k [norm(h), norm(E(root))]),
+    z_k = h + B_k SiLU(A_k [norm(h), norm(E(t_0)), .., norm(E(t_{k-1}))]),
 
-with B = 0 at the start, so an untrained head equals the target's own state. How heads learn is `fit`'s matter, how they
-are kept on disk `store`'s, and whether their candidates were right is decided elsewhere.
+with B = 0 at the start, so an untrained head equals the target's own state. A proposal goes horizon by horizon along
+each one's best candidate. Heads that see only the root, or only the state (the paper's), are done all at once.
 
-    S  sequences or positions    K  horizons        C  candidates
-    H  hidden width              F  a head's width  I  what its first layer sees    V  draft vocabulary
+How heads learn is `fit`'s matter, how they are kept on disk `store`'s, and whether their candidates were right is
+decided elsewhere.
+
+    S  sequences or positions    K  horizons, k some of them    C  candidates          J  tokens of a path
+    H  hidden width              F  a head's width              I  what the last horizon's first layer sees
+    V  draft vocabulary
 """
 
 from __future__ import annotations
@@ -55,11 +59,12 @@ class FutureHeads(nn.Module):
             )
         self.config = config
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        inputs = hidden_size * (2 if config.root_conditioned else 1)
         width = hidden_size * config.width_factor
-        bound = inputs**-0.5
-        first_KFI = torch.empty(config.horizons, width, inputs)
-        first_KFI.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+        first_KFI = torch.zeros(config.horizons, width, self.seen(config.horizons - 1))
+        generator = torch.Generator().manual_seed(seed)
+        for k in range(config.horizons):  # what a horizon does not see stays zero
+            bound = self.seen(k) ** -0.5
+            first_KFI[k, :, : self.seen(k)].uniform_(-bound, bound, generator=generator)
         self.first_KFI = nn.Parameter(first_KFI)
         self.second_KHF = nn.Parameter(torch.zeros(config.horizons, hidden_size, width))
         self.register_buffer("vocabulary_V", None)
@@ -103,30 +108,39 @@ class FutureHeads(nn.Module):
             )
         self.vocabulary_V = vocabulary_V.to(self.first_KFI.device)
 
-    def inputs(self, hidden_SH: Tensor, root_embed_SH: Tensor | None) -> Tensor:
-        """What every head's first layer sees, [S, I] float32: normalised, so that no model's scale matters."""
-        normed_SH = rms_norm(hidden_SH.float())
-        if not self.config.root_conditioned:
-            return normed_SH
-        if root_embed_SH is None:
-            raise ValueError("these heads are conditioned on the root: pass its embedding")
-        return torch.cat((normed_SH, rms_norm(root_embed_SH.float())), dim=-1)
+    def path_length(self, k: int) -> int:
+        """How many tokens of its path horizon index k sees (`k` from 0), the root being the first."""
+        return {"state": 0, "root": 1, "path": k + 1}[self.config.sees]
 
-    def forward(self, hidden_SH: Tensor, root_embed_SH: Tensor | None = None) -> Tensor:
-        """States z_SKH (float32) that lm_head turns into the horizons' logits.
+    def seen(self, k: int) -> int:
+        """The width of what horizon index k sees: the state and its path."""
+        return self.hidden_size * (1 + self.path_length(k))
 
-        `hidden_SH` drew the root; `root_embed_SH` is the root's embedding (unused where not root_conditioned).
+    def forward(
+        self, hidden_SH: Tensor, path_SJH: Tensor, drop: Callable[[Tensor], Tensor] = lambda inner: inner
+    ) -> Tensor:
+        """States z_SKH (float32) that lm_head turns into the horizons' logits, each given that its path is right.
+
+        Args:
+            hidden_SH: the state that drew the root.
+            path_SJH: embeddings of the path's tokens, the root first; at least as many as the last horizon sees.
+            drop: applied to each head's inner activations (dropout, while it learns).
         """
-        inputs_SI = self.inputs(hidden_SH, root_embed_SH)
-        inner_SKF = F.silu(F.linear(inputs_SI, self.first_KFI.flatten(0, 1))).unflatten(-1, (self.horizons, -1))
-        return hidden_SH.float().unsqueeze(1) + torch.einsum("skf,khf->skh", inner_SKF, self.second_KHF)
+        inputs_SI = torch.cat((rms_norm(hidden_SH.float()), rms_norm(path_SJH.float()).flatten(1)), dim=-1)
+        steps_K = []
+        for k in range(self.horizons):
+            seen = self.seen(k)
+            inner_SF = drop(F.silu(F.linear(inputs_SI[:, :seen], self.first_KFI[k, :, :seen])))
+            steps_K.append(F.linear(inner_SF, self.second_KHF[k]))
+        return hidden_SH.float().unsqueeze(1) + torch.stack(steps_K, dim=1)
 
 
 class _Products(NamedTuple):
     """The heads' layers and the draft rows of lm_head, made ready for one-row products; of one state of the weights."""
 
     stamp: tuple[int, ...]
-    first: Callable[[Tensor], Tensor]
+    first: Callable[[Tensor], Tensor]  # of all horizons, on what they see alike: the state and the root
+    path_K: list[Callable[[Tensor], Tensor] | None]  # on the tokens drafted since
     second_K: list[Callable[[Tensor], Tensor]]
     readout: Callable[[Tensor], Tensor]
 
@@ -163,8 +177,7 @@ class HeadsProposer:
         self.horizons = heads.horizons
         self.version = 0
         self.calibrator = self._fresh_calibrator()
-        self._readout = Readout.of(model, heads.vocabulary_V)
-        self._products: _Products | None = None
+        self._take_over()
 
     @property
     def fitted(self) -> bool:
@@ -172,13 +185,18 @@ class HeadsProposer:
 
     def refresh(self) -> None:
         """Take over the model's present lm_head and the heads' present vocabulary and weights: a new version."""
-        self._readout = Readout.of(self.model, self.heads.vocabulary_V)
-        self._products = None
+        self._take_over()
         self.version += 1
         if self.heads.calibration_2K is self._calibration_2K:
             self.calibrator.forget()
         else:  # they have been fitted anew
             self.calibrator = self._fresh_calibrator()
+
+    def _take_over(self) -> None:
+        vocabulary_V = self.heads.vocabulary_V
+        self._readout = Readout.of(self.model, vocabulary_V)
+        self._word_V = None if vocabulary_V is None else noise.token_words(vocabulary_V)
+        self._products: _Products | None = None
 
     def _fresh_calibrator(self) -> HitCalibrator:
         heads = self.heads
@@ -189,51 +207,77 @@ class HeadsProposer:
 
     @torch.no_grad()
     def propose(self, features: Features) -> Draft:
-        logits_SKV = self._logits(features)
-        sampling = features.sampling
-        if self.ranking == "noise" and sampling.temperature > 0:
-            logits_SKV = add_noise(logits_SKV, self._noise(features), self.heads.sharpness_K)
-        score_SKC, index_SKC = logits_SKV.topk(min(self.candidates, logits_SKV.shape[-1]), dim=-1)
-        vocabulary_V = self.heads.vocabulary_V
-        token_SKC = index_SKC if vocabulary_V is None else vocabulary_V[index_SKC]
+        noisy = self.ranking == "noise" and features.sampling.temperature > 0
+        token_SKC, score_SKC = self.best(features.hidden_SH, features.root_S, self._noise(features) if noisy else None)
         return Draft(token_SKC=token_SKC, score_SKC=score_SKC, hit_SKC=self.calibrator.hit(score_SKC))
+
+    def best(self, hidden_SH: Tensor, root_S: Tensor, noise_SKV: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The candidates of every horizon, best first, and their scores: FutureHeads.forward along the best path.
+
+        `noise_SKV` is that of the draft vocabulary; None ranks by the heads' own logits.
+        """
+        products, heads, state_SH = self._prepared(), self.heads, hidden_SH.float()
+        shared_SX = [rms_norm(state_SH)] + ([self._embed(root_S)] if heads.path_length(0) else [])
+        shared_SKF = products.first(torch.cat(shared_SX, -1)).unflatten(-1, (self.horizons, -1))
+        drafted_SX: list[Tensor] = []
+        found: list[tuple[Tensor, Tensor]] = []
+        for stage in self._stages():
+            inner_SkF, path = shared_SKF[:, stage], products.path_K[stage.start]
+            if path is not None:
+                inner_SkF = inner_SkF + path(torch.cat(drafted_SX, -1))[:, None]
+            inner_SkF = F.silu(inner_SkF)
+            steps_k = [second(inner_SkF[:, i]) for i, second in enumerate(products.second_K[stage])]
+            score_SkV = self._readout.finish(products.readout(state_SH[:, None] + torch.stack(steps_k, dim=1)))
+            if noise_SKV is not None:
+                score_SkV = add_noise(score_SkV, noise_SKV[:, stage], heads.sharpness_K[stage])
+            score_SkC, index_SkC = score_SkV.topk(min(self.candidates, score_SkV.shape[-1]), dim=-1)
+            token_SkC = index_SkC if heads.vocabulary_V is None else heads.vocabulary_V[index_SkC]
+            found.append((token_SkC, score_SkC))
+            if stage.stop < self.horizons:
+                drafted_SX.append(self._embed(token_SkC[:, 0, 0]))
+        token_SKC, score_SKC = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        return token_SKC, score_SKC
+
+    def _embed(self, token_S: Tensor) -> Tensor:
+        return rms_norm(embed(self.model, token_S).float())
+
+    def _stages(self) -> list[slice]:
+        """Horizons that can be done at once: each by itself where it must know what the one before proposes."""
+        if self.heads.config.sees == "path":
+            return [slice(k, k + 1) for k in range(self.horizons)]
+        return [slice(0, self.horizons)]
 
     @torch.no_grad()
     def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
         self.calibrator.observe(draft, tree, verdict)
 
-    def _logits(self, features: Features) -> Tensor:
-        """FutureHeads.forward and lm_head over prepared weights, float32 [S, K, V]."""
-        products = self._prepared()
-        hidden_SH = features.hidden_SH
-        root_embed_SH = embed(self.model, features.root_S) if self.heads.config.root_conditioned else None
-        inner_SX = F.silu(products.first(self.heads.inputs(hidden_SH, root_embed_SH)))
-        inner_SKF = inner_SX.unflatten(-1, (self.horizons, -1))
-        step_KSH = [product(inner_SKF[:, k]) for k, product in enumerate(products.second_K)]
-        state_SKH = hidden_SH.float().unsqueeze(1) + torch.stack(step_KSH, dim=1)
-        return self._readout.finish(products.readout(state_SKH))
-
     def _noise(self, features: Features) -> Tensor:
         """g at the positions that the horizons predict (the root's + 1 .. K), for the draft vocabulary: [S, K, V]."""
-        seed, vocabulary_V = features.sampling.seed, self.heads.vocabulary_V
+        seed, word_V = features.sampling.seed, self._word_V
         ahead_K = torch.arange(1, self.horizons + 1, device=features.position_S.device)
         position_SK = features.position_S[:, None] + ahead_K
         sample_N = features.sample_S[:, None].expand_as(position_SK).flatten()
         position_N = position_SK.flatten()
-        if vocabulary_V is None:
+        if word_V is None:
             noise_NV = noise.gumbel_all(seed, sample_N, position_N, self.heads.vocab_size)
         else:
-            noise_NV = noise.gumbel(seed, sample_N, position_N, vocabulary_V)
+            noise_NV = noise.gumbel_of_words(seed, sample_N, position_N, word_V)
         return noise_NV.unflatten(0, position_SK.shape)
 
     def _prepared(self) -> _Products:
         first_KFI, second_KHF = self.heads.first_KFI, self.heads.second_KHF
         stamp = (first_KFI.data_ptr(), first_KFI._version, second_KHF.data_ptr(), second_KHF._version)
         if self._products is None or self._products.stamp != stamp:
-            dtype = self._readout.row_VH.dtype
+            dtype, shared = self._readout.row_VH.dtype, self.heads.seen(0)
             self._products = _Products(
                 stamp,
-                _product(first_KFI.flatten(0, 1), None, dtype),
+                _product(first_KFI[:, :, :shared].flatten(0, 1), None, dtype),
+                [
+                    _product(first_FI[:, shared : self.heads.seen(k)], None, dtype)
+                    if self.heads.seen(k) > shared
+                    else None
+                    for k, first_FI in enumerate(first_KFI)
+                ],
                 [_product(second_HF, None, dtype) for second_HF in second_KHF],
                 _product(self._readout.row_VH, self._readout.bias_V, dtype),
             )

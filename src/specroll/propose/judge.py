@@ -8,7 +8,7 @@ rollout's, with the tokens that were really drawn as the target's draws. No forw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specroll.budget.calibrate import HitCalibrator
-from specroll.propose.heads import FutureHeads, add_noise
+from specroll.propose.heads import FutureHeads, HeadsProposer, add_noise
 from specroll.propose.readout import Readout, embed
 from specroll.propose.samples import Law, Samples, slots
 from specroll.tree.grow import grow
@@ -48,7 +48,8 @@ class Judge:
         NaN where no position has that horizon.
         """
         total_K2 = torch.zeros(heads.horizons, 2, dtype=torch.float64)
-        for position_B, logits_BKV in self._logits(heads, _spread(self.start_P, KL_POSITIONS)):
+        for position_B in _spread(self.start_P, KL_POSITIONS).split(_rows(heads)):
+            logits_BKV = self._logits(heads, position_B)
             ahead_BK, exists_BK = self.samples.ahead(position_B, heads.horizons)
             for k in range(heads.horizons):
                 law = self.samples.law(ahead_BK[:, k], _vocabulary(heads))
@@ -66,7 +67,7 @@ class Judge:
         candidates: int = 16,
     ) -> dict[int, float]:
         """Mean accepted tokens per round for trees of so many nodes (tokens per round = 1 + this)."""
-        drafts = list(self._drafts(heads, ranking, candidates))
+        drafts = list(self._drafts(HeadsProposer(heads, self.model, ranking=ranking, candidates=candidates)))
         return {count: self._accepted(heads, drafts, count) for count in nodes}
 
     @torch.no_grad()
@@ -78,13 +79,19 @@ class Judge:
         """
         hits_KX = torch.zeros(heads.horizons, len(SHARPNESSES))
         vocabulary_V = _vocabulary(heads)
-        for position_B, logits_BKV, noise_BKV in self._noisy(heads):
+        for position_B, noise_BKV in self._ahead(heads):
+            logits_BKV = self._logits(heads, position_B).cpu()
             ahead_BK, exists_BK = self.samples.ahead(position_B, heads.horizons)
             slot_BK, inside_BK = slots(self.samples.token_P[ahead_BK], vocabulary_V)
             for x, sharpness in enumerate(SHARPNESSES):
                 best_BK = add_noise(logits_BKV, noise_BKV, torch.full((heads.horizons,), sharpness)).argmax(-1)
                 hits_KX[:, x] += ((best_BK == slot_BK) & inside_BK & exists_BK).sum(0)
         return torch.tensor(SHARPNESSES)[hits_KX.argmax(1)].to(heads.sharpness_K)
+
+    def _logits(self, heads: FutureHeads, position_B: Tensor) -> Tensor:
+        """The heads' logits over the draft vocabulary along the paths that were drawn, [B, K, V]."""
+        readout = Readout.of(self.model, heads.vocabulary_V)
+        return readout.logits(states(heads, self.model, self.samples, position_B))
 
     def _accepted(self, heads: FutureHeads, drafts: list[tuple[Tensor, Tensor, Tensor]], nodes: int) -> float:
         calibrator = HitCalibrator(heads.horizons)
@@ -104,22 +111,26 @@ class Judge:
         self.calibration_2K = calibrator.estimate_2K
         return accepted / self.start_P.numel()
 
-    def _drafts(self, heads: FutureHeads, ranking: str, candidates: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        vocabulary_V, sharpness_K = _vocabulary(heads), heads.sharpness_K.cpu()
-        for position_B, logits_BKV, noise_BKV in self._noisy(heads):
-            score_BKV = add_noise(logits_BKV, noise_BKV, sharpness_K) if ranking == "noise" else logits_BKV
-            score_BKC, slot_BKC = score_BKV.topk(min(candidates, score_BKV.shape[-1]), dim=-1)
-            yield position_B, slot_BKC if vocabulary_V is None else vocabulary_V[slot_BKC], score_BKC
+    def _drafts(self, proposer: HeadsProposer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Chunks of positions, and the candidates and their scores there: [B], twice [B, K, C], on the CPU."""
+        device = proposer.heads.first_KFI.device
+        for position_B, noise_BKV in self._ahead(proposer.heads):
+            token_BKC, score_BKC = proposer.best(
+                self.samples.hidden_PH[position_B].to(device),
+                self.samples.token_P[position_B].to(device),
+                noise_BKV.to(device) if proposer.ranking == "noise" else None,
+            )
+            yield position_B, token_BKC.cpu(), score_BKC.cpu()
 
-    def _noisy(self, heads: FutureHeads) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Chunks of positions, the heads' logits there, and noise of the draws ahead: [B], twice [B, K, V]."""
+    def _ahead(self, heads: FutureHeads) -> Iterator[tuple[Tensor, Tensor]]:
+        """Chunks of positions and the noise of the draws ahead: [B], [B, K, V]."""
         generator = torch.Generator().manual_seed(0)
         vocabulary_V = _vocabulary(heads)
-        for position_B, logits_BKV in self._logits(heads, self.start_P):
+        size = heads.vocab_size if vocabulary_V is None else vocabulary_V.numel()
+        for position_B in self.start_P.split(_rows(heads)):
             ahead_BK, _ = self.samples.ahead(position_B, heads.horizons)
-            size = logits_BKV.shape[-1]
             noise_K = [self._noise(ahead_B, vocabulary_V, size, generator) for ahead_B in ahead_BK.unbind(1)]
-            yield position_B, logits_BKV.cpu(), torch.stack(noise_K, 1)
+            yield position_B, torch.stack(noise_K, 1)
 
     def _noise(self, position_B: Tensor, vocabulary_V: Tensor | None, size: int, generator: torch.Generator) -> Tensor:
         """Noise that could have drawn the tokens which were drawn: a sample of g given argmax(log p + g), [B, V].
@@ -144,19 +155,20 @@ class Judge:
         noise_BV[rows_BC[:, :1][inside_B1], slot_B1[inside_B1]] = (top_B1 - drawn_logp_B1)[inside_B1]
         return noise_BV
 
-    def _logits(self, heads: FutureHeads, start_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Chunks of positions and the heads' logits there, [B, K, V] float32."""
-        readout = Readout.of(self.model, heads.vocabulary_V)
-        rows = max(1, CHUNK_LOGITS // (heads.horizons * readout.row_VH.shape[0]))
-        for position_B in start_P.split(rows):
-            yield position_B, readout.logits(states(heads, self.model, self.samples, position_B))
 
-
-def states(heads: FutureHeads, model: PreTrainedModel, samples: Samples, position_B: Tensor) -> Tensor:
-    """The heads' states z at positions of `samples`, [B, K, H] on the heads' device."""
+def states(
+    heads: FutureHeads,
+    model: PreTrainedModel,
+    samples: Samples,
+    position_B: Tensor,
+    drop: Callable[[Tensor], Tensor] = lambda inner: inner,
+) -> Tensor:
+    """The heads' states z at positions of `samples`, along the paths that were drawn: [B, K, H] on their device."""
     device = heads.first_KFI.device
-    root_BH = embed(model, samples.token_P[position_B].to(device)) if heads.config.root_conditioned else None
-    return heads(samples.hidden_PH[position_B].to(device), root_BH)
+    ahead_BK, _ = samples.ahead(position_B, heads.horizons)
+    path_BJ = torch.cat((position_B[:, None], ahead_BK), dim=1)[:, : heads.path_length(heads.horizons - 1)]
+    path_BJH = embed(model, samples.token_P[path_BJ].to(device))
+    return heads(samples.hidden_PH[position_B].to(device), path_BJH, drop)
 
 
 def kl_to(law: Law, logits_BV: Tensor, exists_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,6 +177,12 @@ def kl_to(law: Law, logits_BV: Tensor, exists_B: Tensor) -> tuple[Tensor, Tensor
     weight_B = exists_B.to(logits_BV.device) & (probability_BC > 0).any(-1)
     logq_BC = logits_BV.gather(1, slot_BC) - logits_BV.logsumexp(-1, keepdim=True)
     return (torch.xlogy(probability_BC, probability_BC) - probability_BC * logq_BC).sum(-1), weight_B.float()
+
+
+def _rows(heads: FutureHeads) -> int:
+    """Positions of one chunk."""
+    size = heads.vocab_size if heads.vocabulary_V is None else heads.vocabulary_V.numel()
+    return max(1, CHUNK_LOGITS // (heads.horizons * size))
 
 
 def _spread(position_P: Tensor, most: int) -> Tensor:

@@ -24,7 +24,7 @@ from specroll.files import write_atomic
 from specroll.propose.heads import FutureHeads
 from specroll.propose.readout import input_layer, output_layer
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "heads.json"
 
 

@@ -105,8 +105,8 @@ def test_samples_of_other_settings_are_not_mixed_in(
 def test_the_published_form_is_a_switch(tiny_folder: Path) -> None:
     from specroll.cli.options import parse
 
-    options = parse(command.Options, ["--output", "x", "--no-root"], prog="p")
-    assert not options.root and options.rollouts == 400
+    options = parse(command.Options, ["--output", "x", "--sees", "state"], prog="p")
+    assert options.sees == "state" and options.rollouts == 400
 
 
 @pytest.mark.parametrize(

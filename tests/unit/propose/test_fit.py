@@ -1,15 +1,17 @@
 """Fitting on toy worlds: what can be learned is learned, what was interrupted goes on, what gets worse is undone."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specroll.propose.fit as fit_module
-from specroll.config import HeadsConfig
+from specroll.config import HeadsConfig, HeadsSee
 from specroll.propose.fit import FitProgress, FitReport, fit
-from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.heads import FutureHeads, HeadsProposer, add_noise
 from specroll.propose.judge import Judge
 from specroll.propose.samples import Samples
 from specroll.types import Trajectory
@@ -59,13 +61,19 @@ def run(model: LlamaForCausalLM, heads: FutureHeads, **changes: object) -> FitRe
     return fit(heads, model, world(), **settings)  # type: ignore[arg-type]
 
 
-def heads_of(model: LlamaForCausalLM, *, root_conditioned: bool = True) -> FutureHeads:
-    config = HeadsConfig(horizons=2, root_conditioned=root_conditioned)
+def heads_of(model: LlamaForCausalLM, *, sees: HeadsSee = "path") -> FutureHeads:
+    config = HeadsConfig(horizons=2, sees=sees)
     return FutureHeads.for_model(model, config, vocabulary=torch.arange(14))
 
 
-def test_root_conditioning_learns_what_the_root_decides(model: LlamaForCausalLM) -> None:
-    seeing, blind = heads_of(model), heads_of(model, root_conditioned=False)
+def test_the_path_teaches_the_second_horizon_what_the_root_cannot(model: LlamaForCausalLM) -> None:
+    knowing, guessing = (run(model, heads_of(model, sees=sees)) for sees in ("path", "root"))
+    assert knowing.kl_after_K[1] < 0.2 < guessing.kl_after_K[1]  # one step of the chain, or two
+    assert knowing.accepted_after[4] > guessing.accepted_after[4]
+
+
+def test_the_root_teaches_what_the_root_decides(model: LlamaForCausalLM) -> None:
+    seeing, blind = heads_of(model), heads_of(model, sees="state")
     seen, unseen = run(model, seeing), run(model, blind)
     assert seen.kl_after_K[0] < 0.2 < 1.0 < unseen.kl_after_K[0]
     assert seen.kl_after_K[0] < seen.kl_before_K[0] - 1.0
@@ -212,9 +220,14 @@ def test_heads_that_know_only_a_mean_of_laws_are_sharpened(
     law_PV = judge.samples.top_logp_PC.exp()
     mean_PV = sum((law_PV[torch.randperm(len(law_PV), generator=generator)] for _ in range(others)), law_PV)
     logits_PV = torch.nn.functional.pad((mean_PV / (others + 1)).clamp(min=1e-9).log(), (0, 2), value=-30.0)
-    monkeypatch.setattr(
-        Judge, "_logits", lambda self, _, start_P: [(start_P, logits_PV[self.samples.ahead(start_P, 2)[0]])]
-    )
+
+    def drafts(self: Judge, proposer: HeadsProposer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for at_B, noise_BKV in self._ahead(proposer.heads):
+            best = add_noise(self._logits(proposer.heads, at_B), noise_BKV, proposer.heads.sharpness_K).topk(12)
+            yield at_B, best.indices, best.values
+
+    monkeypatch.setattr(Judge, "_logits", lambda self, _, at_B: logits_PV[self.samples.ahead(at_B, 2)[0]])
+    monkeypatch.setattr(Judge, "_drafts", drafts)
     chosen = judge.sharpness(heads)
     assert set(chosen.tolist()) <= expected
     if others:

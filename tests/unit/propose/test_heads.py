@@ -6,11 +6,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specroll import noise
-from specroll.config import HeadsConfig
+from specroll.config import HeadsConfig, HeadsSee
 from specroll.propose.heads import FutureHeads, HeadsProposer
 from specroll.propose.readout import Readout, embed
 from specroll.tree.grow import grow
-from specroll.types import Draws, Features, SamplingParams, Verdict
+from specroll.types import Draft, Draws, Features, SamplingParams, Verdict
 
 VOCABULARY = torch.tensor([3, 5, 8, 13, 21, 34, 55, 60])
 
@@ -40,6 +40,11 @@ def features(model: LlamaForCausalLM, *, sequences: int = 3, temperature: float 
     )
 
 
+def best_path(model: LlamaForCausalLM, root_S: Tensor, draft: Draft) -> Tensor:
+    """Embeddings of the root and of each horizon's best candidate but the last's, [S, K, H]."""
+    return embed(model, torch.cat((root_S[:, None], draft.token_SKC[:, :-1, 0]), dim=1))
+
+
 def wide_model() -> LlamaForCausalLM:
     """Wide enough that layers are packed where this CPU gains from it."""
     torch.manual_seed(3)
@@ -61,43 +66,47 @@ def moved(heads: FutureHeads) -> FutureHeads:
     return heads
 
 
-@pytest.mark.parametrize("root_conditioned", [True, False])
-def test_untrained_heads_equal_the_targets_own_state(model: LlamaForCausalLM, root_conditioned: bool) -> None:
-    heads = FutureHeads.for_model(model, HeadsConfig(root_conditioned=root_conditioned))
+@pytest.mark.parametrize("sees", ["path", "root", "state"])
+def test_untrained_heads_equal_the_targets_own_state(model: LlamaForCausalLM, sees: HeadsSee) -> None:
+    heads = FutureHeads.for_model(model, HeadsConfig(sees=sees))
     seen = features(model)
-    state_SKH = heads(seen.hidden_SH, embed(model, seen.root_S))
+    draft = HeadsProposer(heads, model, ranking="probability").propose(seen)
+    state_SKH = heads(seen.hidden_SH, best_path(model, seen.root_S, draft))
     assert state_SKH.shape == (3, 4, 32)
     torch.testing.assert_close(state_SKH, seen.hidden_SH[:, None].expand_as(state_SKH), rtol=0, atol=0)
-    draft = HeadsProposer(heads, model, ranking="probability").propose(seen)
     own_SV = model.lm_head(seen.hidden_SH)
     assert torch.equal(draft.token_SKC, own_SV.topk(16).indices[:, None].expand_as(draft.token_SKC))
     assert not heads.trained and moved(heads).trained
 
 
-def test_each_head_follows_its_own_formula(model: LlamaForCausalLM) -> None:
-    heads = moved(FutureHeads.for_model(model))
+@pytest.mark.parametrize(("sees", "tokens_K"), [("path", [1, 2, 3, 4]), ("root", [1] * 4), ("state", [0] * 4)])
+def test_each_head_follows_its_own_formula(model: LlamaForCausalLM, sees: HeadsSee, tokens_K: list[int]) -> None:
+    heads = moved(FutureHeads.for_model(model, HeadsConfig(sees=sees)))
     seen = features(model)
-    root_SH = embed(model, seen.root_S)
+    path_SKH = embed(model, torch.randint(64, (3, 4), generator=torch.Generator().manual_seed(5)))
 
     def normed(x: Tensor) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
-    inputs = torch.cat((normed(seen.hidden_SH), normed(root_SH)), -1)
-    for k in range(4):
-        inner = torch.nn.functional.silu(inputs @ heads.first_KFI[k].T)
+    state_SKH = heads(seen.hidden_SH, path_SKH)
+    for k, tokens in enumerate(tokens_K):
+        inputs = torch.cat([normed(x) for x in (seen.hidden_SH, *path_SKH.unbind(1)[:tokens])], -1)
+        inner = torch.nn.functional.silu(inputs @ heads.first_KFI[k, :, : 32 * (1 + tokens)].T)
         expected = seen.hidden_SH + inner @ heads.second_KHF[k].T
-        torch.testing.assert_close(heads(seen.hidden_SH, root_SH)[:, k], expected)
+        torch.testing.assert_close(state_SKH[:, k], expected)
+        assert not heads.first_KFI[k, :, 32 * (1 + tokens) :].any()  # what it does not see takes no part
 
 
 @pytest.mark.parametrize("ranking", ["noise", "probability"])
 @pytest.mark.parametrize("vocabulary", [None, VOCABULARY.flip(0)])
+@pytest.mark.parametrize("sees", ["path", "root", "state"])
 def test_candidates_are_the_best_of_the_draft_vocabulary(
-    model: LlamaForCausalLM, ranking: str, vocabulary: Tensor | None
+    model: LlamaForCausalLM, ranking: str, vocabulary: Tensor | None, sees: HeadsSee
 ) -> None:
-    heads = moved(FutureHeads.for_model(model, vocabulary=vocabulary))
+    heads = moved(FutureHeads.for_model(model, HeadsConfig(sees=sees), vocabulary=vocabulary))
     seen = features(model)
     draft = HeadsProposer(heads, model, ranking=ranking, candidates=5).propose(seen)  # type: ignore[arg-type]
-    score_SKV = model.lm_head(heads(seen.hidden_SH, embed(model, seen.root_S)))
+    score_SKV = model.lm_head(heads(seen.hidden_SH, best_path(model, seen.root_S, draft)))
     if ranking == "noise":
         for k in range(4):
             drawn_at_S = seen.position_S + k + 1  # the root sits at position_S
@@ -129,7 +138,7 @@ def test_perfect_heads_with_the_noise_always_hit(model: LlamaForCausalLM) -> Non
     proposer = HeadsProposer(moved(FutureHeads.for_model(model)), model)
     seen = features(model, sequences=50)
     draft = proposer.propose(seen)
-    state_SKH = proposer.heads(seen.hidden_SH, embed(model, seen.root_S))
+    state_SKH = proposer.heads(seen.hidden_SH, best_path(model, seen.root_S, draft))
     for k in range(4):
         noise_SV = noise.gumbel_all(7, seen.sample_S, seen.position_S + 1 + k, 64)
         drawn_S = (model.lm_head(state_SKH[:, k]).log_softmax(-1) + noise_SV).argmax(-1)
@@ -217,7 +226,7 @@ def test_packed_weights_propose_what_the_heads_say() -> None:
         heads.second_KHF.normal_(0, 0.1)
     seen = features(wide)
     draft = HeadsProposer(heads, wide, ranking="probability").propose(seen)
-    score_SKV = wide.lm_head(heads(seen.hidden_SH, embed(wide, seen.root_S)))
+    score_SKV = wide.lm_head(heads(seen.hidden_SH, best_path(wide, seen.root_S, draft)))
     torch.testing.assert_close(draft.score_SKC, score_SKV.gather(-1, draft.token_SKC), rtol=5e-3, atol=5e-3)
     torch.testing.assert_close(draft.score_SKC, score_SKV.topk(16).values, rtol=5e-3, atol=5e-3)
 

@@ -45,7 +45,7 @@ def folder(tmp_path: Path, model: LlamaForCausalLM) -> Path:
 def test_what_is_loaded_is_what_was_saved(
     tmp_path: Path, model: LlamaForCausalLM, vocabulary: torch.Tensor | None
 ) -> None:
-    config = HeadsConfig(horizons=2, root_conditioned=False, width_factor=3)
+    config = HeadsConfig(horizons=2, sees="state", width_factor=3)
     heads = FutureHeads.for_model(model, config, vocabulary=vocabulary, seed=4)
     with torch.no_grad():
         heads.second_KHF.normal_()
@@ -110,7 +110,7 @@ def test_missing_and_damaged_files_are_named(folder: Path, model: LlamaForCausal
         ("{", "damaged"),
         ("[]", "format"),
         ('{"format": 99}', "format 99"),
-        ('{"format": 1}', "damaged"),
+        ('{"format": 2}', "damaged"),
     ):
         (folder / MANIFEST).write_text(broken)
         with pytest.raises(HeadsFileError, match=said):
