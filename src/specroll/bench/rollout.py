@@ -59,8 +59,12 @@ class Cell:
 
 
 def running_cell(running: int, tokens: int) -> Cell:
+    """So many sequences from the first token to the last, which several only are if EOS does not end them.
+
+    What follows an EOS is text that nobody samples and no head has learned, so a single one may end.
+    """
     group = min(running, 8)
-    return Cell(str(running), running // group, group, tokens, ends=False)
+    return Cell(str(running), running // group, group, tokens, ends=running == 1)
 
 
 def batch_cell(name: str, tokens: int) -> Cell:

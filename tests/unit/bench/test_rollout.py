@@ -10,7 +10,9 @@ from tiny import EOS, tiny, tiny_tokenizer
 PROMPTS = [(5, 6), (7,), (8, 9, 10)]
 
 
-@pytest.mark.parametrize(("cell", "stop_ids"), [(batch_cell("2x2", 3), [EOS]), (running_cell(4, 3), [])])
+@pytest.mark.parametrize(
+    ("cell", "stop_ids"), [(batch_cell("2x2", 3), [EOS]), (running_cell(4, 3), []), (running_cell(1, 3), [EOS])]
+)
 def test_a_peer_gets_what_the_engine_gets(cell, stop_ids, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     bench = Bench(tiny("llama"), tiny_tokenizer(), None, 4)
     engine, ours, theirs = bench.engines["plain"], [], []
@@ -29,5 +31,5 @@ def test_a_peer_gets_what_the_engine_gets(cell, stop_ids, monkeypatch: pytest.Mo
     bench.peers["vllm"] = ask
     rates = bench.run(cell, PROMPTS, ["plain", "vllm"], 2, lambda *_: None)
     assert theirs == ours and len(theirs) == 3  # one repeat warms up
-    assert theirs[0] != theirs[1] and all(len(rows) == 4 for rows in theirs)
+    assert theirs[0] != theirs[1] and all(len(rows) == cell.rows for rows in theirs)
     assert set(rates) == {"plain", "vllm"} and set(bench.rounds) == {"plain"}
