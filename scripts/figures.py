@@ -130,11 +130,13 @@ def budget() -> str:
     }
     lines = [_row("sequences", *named.values()), _row("--:", *["---"] * len(named))]
     lines += [_row(name, *(_ratio(cell.get(pair)) for pair in named)) for name, cell in r["cells"].items()]
-    worst, control = r["worst_over_plain"], r["control_worst"]
+    worst, control, by_rounds = r["worst_over_plain"], r["control_worst"], r.get("worst_by_rounds")
     told = (
         f"The optimal budget's least median over the plain loop is {worst['ratio']:.2f} ({worst['case']}), the plain "
         f"loop's over itself {control['ratio']:.2f} ({control['case']})."
     )
+    if by_rounds:
+        told += f" Against plain rounds of the same run the least is {by_rounds['ratio']:.3f} ({by_rounds['case']})."
     return "\n".join([*lines, "", told, "", f"`{r['command']}`, {_machine(r['machine'])}."])
 
 

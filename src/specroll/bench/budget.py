@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from statistics import mean
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,10 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine
 from specroll.propose.heads import FutureHeads, HeadsProposer
-from specroll.types import Draft, Features, Proposer, Tree, Verdict
+from specroll.types import Draft, Features, Proposer, RoundStats, Tree, Verdict
 
 OPTIMAL = ("optimal", "random", "hostile")
 """The systems whose budget is the optimal rule: none of them may lose to plain decoding."""
+_ENOUGH_ROUNDS = 10
 _RANDOM_STEP = 1.0  # large beside the states that it is added to, so that random heads are sure of themselves
 
 
@@ -75,6 +77,60 @@ def engines(
     return made
 
 
+def over_plain_by_rounds(rounds: Mapping[str, Sequence[RoundStats]]) -> dict[str, float]:
+    """What each system's rounds made over what plain ones would have made in the same seconds, prompts not counted.
+
+    Whole runs of equals differ by some percent; rounds of one run hardly do. A round without nodes is a plain round, so
+    such rounds of the system's own, by running sequences, tell what a plain token cost in that very run; only their
+    thinking about nodes is priced as the plain loop's. Where there are few of them the plain loop's rounds are taken.
+    """
+    plain = _plain_prices(rounds["plain"])
+    return {name: _over_plain(of_system, plain) for name, of_system in rounds.items() if name != "plain"}
+
+
+def _over_plain(rounds: Sequence[RoundStats], plain: Mapping[int, _Price]) -> float:
+    own = _plain_prices(rounds)
+    would = spent = 0.0
+    for r in rounds:
+        if r.running not in plain:  # two ended at once there: nothing to compare with
+            continue
+        price = own.get(r.running, plain[r.running])
+        if price.rounds < _ENOUGH_ROUNDS:
+            price = plain[r.running]
+        would += r.emitted / r.running * (price.seconds + plain[r.running].thinking)
+        spent += sum(seconds for stage, seconds in r.seconds.items() if stage != "prefill")
+    return would / spent
+
+
+class _Price(NamedTuple):
+    """A plain round's mean seconds, what chooses its nodes aside."""
+
+    seconds: float
+    thinking: float
+    rounds: int
+
+
+def _plain_prices(rounds: Sequence[RoundStats]) -> dict[int, _Price]:
+    """By running sequences."""
+    by_running: dict[int, list[RoundStats]] = {}
+    for r in rounds:
+        if not r.proposed:
+            by_running.setdefault(r.running, []).append(r)
+    return {
+        running: _Price(
+            mean(sum(s for stage, s in r.seconds.items() if stage not in ("prefill", "propose")) for r in some),
+            mean(r.seconds.get("propose", 0.0) for r in some),
+            len(some),
+        )
+        for running, some in by_running.items()
+    }
+
+
+def worst_by_rounds(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """`worst_over_plain` of the ratios by rounds."""
+    return _worst({(system, name): cell["by_rounds"].get(system) for name, cell in cells.items() for system in OPTIMAL})
+
+
 def worst_over_plain(cells: Mapping[str, Mapping[str, Any]], systems: Sequence[str] = OPTIMAL) -> dict[str, Any] | None:
     """The smallest median ratio of `systems` to plain decoding, and its case; None where none was measured.
 
@@ -82,13 +138,18 @@ def worst_over_plain(cells: Mapping[str, Mapping[str, Any]], systems: Sequence[s
 
     A case is "hostile, 8x8" for a batch and "random, 64 running" for a number of running sequences.
     """
-    ratios = {
-        f"{system}, {name}{'' if 'x' in name else ' running'}": cell[f"{system}_over_plain"]["median"]
-        for name, cell in cells.items()
-        for system in systems
-        if f"{system}_over_plain" in cell
-    }
-    if not ratios:
+    return _worst(
+        {
+            (system, name): cell.get(f"{system}_over_plain", {}).get("median")
+            for name, cell in cells.items()
+            for system in systems
+        }
+    )
+
+
+def _worst(ratios: Mapping[tuple[str, str], float | None]) -> dict[str, Any] | None:
+    known = {case: ratio for case, ratio in ratios.items() if ratio is not None}
+    if not known:
         return None
-    case = min(ratios, key=ratios.__getitem__)
-    return {"ratio": ratios[case], "case": case}
+    system, name = min(known, key=known.__getitem__)
+    return {"ratio": known[system, name], "case": f"{system}, {name}{'' if 'x' in name else ' running'}"}

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specroll.cli.measure import Results, WorkOptions, finish, head, load_work, measure, medians
+
+if TYPE_CHECKING:
+    from specroll.bench.rollout import Cell
 
 PAIRS = (
     "optimal_over_paper",
@@ -38,7 +42,7 @@ class Options(WorkOptions):
 
 
 def main(options: Options) -> int:
-    from specroll.bench.budget import engines
+    from specroll.bench.budget import engines, over_plain_by_rounds
     from specroll.cli.bench_view import show_summary
 
     work = load_work(options)
@@ -47,10 +51,16 @@ def main(options: Options) -> int:
     most = max(cell.rows for cell in work.cells)
     bench.engines = engines(bench.model, bench.tokenizer, work.heads, max_nodes=options.max_nodes, max_running=most)
     results = head(work)
-    measure(options, work, options.systems, PAIRS, results, sum_up=sum_up)
+
+    def by_rounds(cell: Cell) -> Results:
+        return {"by_rounds": over_plain_by_rounds(bench.rounds) if "plain" in bench.rounds else {}}
+
+    measure(options, work, options.systems, PAIRS, results, by_rounds, sum_up)
     show_summary(results, PAIRS)
     if worst := results["worst_over_plain"]:
         print(f"The optimal budget's least ratio to plain decoding: {worst['ratio']:.2f} ({worst['case']})")
+    if by_rounds_worst := results["worst_by_rounds"]:
+        print(f"The least by rounds: {by_rounds_worst['ratio']:.3f} ({by_rounds_worst['case']})")
     if control := results["control_worst"]:
         print(f"Plain decoding's least ratio to itself: {control['ratio']:.2f} ({control['case']})")
     finish(options, results)
@@ -59,9 +69,10 @@ def main(options: Options) -> int:
 
 def sum_up(cells: Results, pairs: Sequence[str]) -> Results:
     """The documented keys: medians of ratios by cell, batches and running sequences alike, and the worst of them."""
-    from specroll.bench.budget import worst_over_plain
+    from specroll.bench.budget import worst_by_rounds, worst_over_plain
 
     return medians(cells, pairs) | {
         "worst_over_plain": worst_over_plain(cells),
+        "worst_by_rounds": worst_by_rounds(cells),
         "control_worst": worst_over_plain(cells, ("control",)),
     }

@@ -10,11 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from specroll.bench.budget import Hostile, engines, random_heads, worst_over_plain
+from specroll.bench.budget import (
+    OPTIMAL,
+    Hostile,
+    engines,
+    over_plain_by_rounds,
+    random_heads,
+    worst_by_rounds,
+    worst_over_plain,
+)
 from specroll.cli.bench_budget import PAIRS
 from specroll.propose.heads import HeadsProposer
 from specroll.propose.store import save_heads
-from specroll.types import Features, Request, SamplingParams
+from specroll.types import Features, Request, RoundStats, SamplingParams
 from tiny import VOCAB_SIZE, tiny, tiny_heads, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -37,6 +45,9 @@ def test_the_documented_keys_are_there(bench: Callable, tmp_path: Path) -> None:
         assert all(results[pair][name] == results["cells"][name][pair]["median"] for name in results[pair])
     over_plain = {f"{p.split('_')[0]}": results[p] for p in PAIRS if p.startswith(("optimal_over_plain", "r", "h"))}
     assert results["worst_over_plain"]["ratio"] == min(min(ratios.values()) for ratios in over_plain.values())
+    assert results["worst_by_rounds"]["ratio"] == min(
+        cell["by_rounds"][system] for cell in results["cells"].values() for system in OPTIMAL
+    )
     nodes = results["cells"]["3"]["nodes_per_row"]
     assert nodes["plain"] == 0 and nodes["paper"] >= 1  # in every round
 
@@ -53,6 +64,30 @@ def test_the_worst_case_is_the_least_ratio_of_an_optimal_budget() -> None:
     cells["8x8"] = cell(hostile_over_plain=0.96)
     assert worst_over_plain(cells) == {"ratio": 0.96, "case": "hostile, 8x8"}
     assert worst_over_plain({"1": cell(paper_over_plain=0.2)}) is None
+
+
+def rounds_of(count: int, running: int, emitted: int, proposed: int = 0, **seconds: float) -> list[RoundStats]:
+    return [RoundStats(running, proposed, emitted, seconds=seconds) for _ in range(count)]
+
+
+def test_rounds_are_compared_with_plain_rounds_of_the_same_run() -> None:
+    plain = rounds_of(20, 4, 4, propose=0.001, verify=0.1, prefill=9.0)
+    # A run on a machine that is half as fast meanwhile, which thinks for a percent of each round and proposes in vain.
+    idle = rounds_of(90, 4, 4, propose=0.003, verify=0.2)
+    vain = rounds_of(10, 4, 4, 8, propose=0.01, verify=0.3, observe=0.002)
+    # One that always proposes has no plain round of its own, and is held against the plain loop's.
+    always = rounds_of(50, 4, 6, 8, propose=0.002, verify=0.12) + rounds_of(3, 3, 3, verify=0.5)
+    ratios = over_plain_by_rounds({"plain": plain, "control": plain, "idle": idle + vain, "always": always})
+    assert set(ratios) == {"control", "idle", "always"}
+    assert ratios["control"] == pytest.approx(1.0)
+    assert ratios["idle"] == pytest.approx(100 * 0.201 / (90 * 0.203 + 10 * 0.312))
+    assert ratios["always"] == pytest.approx(1.5 * 0.101 / 0.122)
+    cells = {
+        "4": {"by_rounds": {"optimal": 1.2, "random": 0.995, "paper": 0.4}},
+        "1x4": {"by_rounds": {"hostile": 0.99}},
+    }
+    assert worst_by_rounds(cells) == {"ratio": 0.99, "case": "hostile, 1x4"}
+    assert worst_by_rounds({"4": {"by_rounds": {}}}) is None
 
 
 def test_the_hostile_proposer_is_as_sure_as_the_good_one_and_never_learns() -> None:
