@@ -106,7 +106,7 @@ def _limit(work: Work, cell: Cell) -> Results:
     from specroll.bench.roofline import roofline
 
     rounds = work.bench.rounds.get("plain")
-    if cell.ends or cell.rows not in _LIMIT_AT or not rounds:
+    if cell.name not in map(str, _LIMIT_AT) or not rounds:
         return {}
     found = roofline(work.bench.engines["plain"].target, rounds, cell.rows)
     return {} if found is None else {"roofline": found}
