@@ -113,12 +113,14 @@ class Draft:
     """Candidates per horizon: `token_SKC[s, k]` may follow the root of `s` at distance k + 1, best first.
 
     `score_SKC` is the unnormalised log-score that ranked them (log q, plus the noise where it is used);
-    `hit_SKC` the calibrated probability that the target draws the candidate, given that its path was right.
+    `hit_SKC` the calibrated probability that the target draws the candidate, given that the path of each horizon's best
+    candidates leads there and was right; `aside_SKC` the same for another path (None: no less), never above `hit_SKC`.
     """
 
     token_SKC: Tensor
     score_SKC: Tensor
     hit_SKC: Tensor
+    aside_SKC: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,9 @@ A proposer's scores rank candidates but promise nothing. For horizon k
 where coverage_k is how often the drawn token was among the candidates at all, and beta_k = 1 / tau_k how far the scores
 can be trusted. Both follow hits and misses with a fading memory. Every visited node gives one observation, whether its
 candidates were in the tree or not: its draw is known. Knows nothing of heads or budgets, and never makes the host wait.
+
+A proposer foresees one path, the best candidates of its horizons; what it proposes behind another candidate holds less.
+So there are two estimates of everything: P = 0 along the best path, P = 1 aside from it.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ FLOOR = -60.0
 
 
 class HitCalibrator:
-    """coverage_K and beta_K with their evidence, float32 tensors on `device`."""
+    """coverage_PK and beta_PK with their evidence, float32 tensors [2, K] on `device`."""
 
     def __init__(
         self,
@@ -39,31 +42,35 @@ class HitCalibrator:
         *,
         trained: bool = True,
         device: torch.device | str = "cpu",
-        measured_2K: Tensor | None = None,
+        measured_2PK: Tensor | None = None,
     ) -> None:
-        """`measured_2K`: another calibrator's `estimate_2K` to start from, instead of a prior for all heads alike."""
+        """`measured_2PK`: another calibrator's `estimate_2PK` to start from, instead of a prior for all heads alike."""
         prior = PRIOR_COVERAGE if trained else PRIOR_COVERAGE_UNTRAINED
-        coverage_K = torch.tensor([prior[min(k, len(prior) - 1)] for k in range(horizons)], device=device)
-        self.beta_K = torch.full((horizons,), PRIOR_BETA, device=device)
-        if measured_2K is not None:
-            coverage_K, self.beta_K = measured_2K.to(device, torch.float32).unbind(0)
-        self.information_K = torch.full((horizons,), PRIOR_WEIGHT, device=device)
-        self.tried_K = torch.full((horizons,), PRIOR_WEIGHT, device=device)
-        self.covered_K = coverage_K * PRIOR_WEIGHT
+        coverage_PK = torch.tensor([[prior[min(k, len(prior) - 1)] for k in range(horizons)]] * 2, device=device)
+        self.beta_PK = torch.full((2, horizons), PRIOR_BETA, device=device)
+        if measured_2PK is not None:
+            coverage_PK, self.beta_PK = measured_2PK.to(device, torch.float32).unbind(0)
+        self.information_PK = torch.full((2, horizons), PRIOR_WEIGHT, device=device)
+        self.tried_PK = torch.full((2, horizons), PRIOR_WEIGHT, device=device)
+        self.covered_PK = coverage_PK * PRIOR_WEIGHT
 
     @property
-    def estimate_2K(self) -> Tensor:
+    def estimate_2PK(self) -> Tensor:
         """Coverage and beta, without their evidence."""
-        return torch.stack((self.coverage_K, self.beta_K))
+        return torch.stack((self.coverage_PK, self.beta_PK))
 
     @property
-    def coverage_K(self) -> Tensor:
-        return (self.covered_K / self.tried_K).clamp(*COVERAGE_RANGE)
+    def coverage_PK(self) -> Tensor:
+        return (self.covered_PK / self.tried_PK).clamp(*COVERAGE_RANGE)
 
-    def hit(self, score_SKC: Tensor) -> Tensor:
-        """Hit probabilities, best candidate first as the scores are. A score that is not finite never hits."""
-        share_SKC = torch.softmax(_centred(score_SKC) * self.beta_K[:, None], dim=-1)
-        return (share_SKC * self.coverage_K[:, None]).where(score_SKC.isfinite(), 0.0)
+    def hit(self, score_SKC: Tensor) -> tuple[Tensor, Tensor]:
+        """Hit probabilities along the best path and aside from it, which are never the higher ones.
+
+        Best candidate first, as the scores are. A score that is not finite never hits.
+        """
+        share_PSKC = torch.softmax(_centred(score_SKC) * self.beta_PK[:, None, :, None], dim=-1)
+        hit_PSKC = (share_PSKC * self.coverage_PK[:, None, :, None]).where(score_SKC.isfinite(), 0.0)
+        return hit_PSKC[0], torch.minimum(hit_PSKC[0], hit_PSKC[1])
 
     def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
         """Learn from every visited node that had a horizon to look at: its draw against that horizon's candidates."""
@@ -73,44 +80,44 @@ class HitCalibrator:
         self.update(
             draft.score_SKC[tree.sequence_N, horizon_N],
             token_NC == verdict.draws.token_N[:, None],
-            horizon_N,
+            horizon_N + horizons * ~_on_best_path(tree),
             verdict.accepted_N & (tree.depth_N < horizons),
         )
 
-    def update(self, score_NC: Tensor, match_NC: Tensor, horizon_N: Tensor, valid_N: Tensor) -> None:
+    def update(self, score_NC: Tensor, match_NC: Tensor, place_N: Tensor, valid_N: Tensor) -> None:
         """One observation per valid row: the scores of a horizon's candidates, and which of them was drawn (or none).
 
         Args:
             score_NC: unnormalised log-scores. A row without one finite score is not counted.
             match_NC: bool, at most one True per row.
-            horizon_N: int64, from 0.
+            place_N: int64, the horizon from 0, and K more aside from the best path.
             valid_N: bool.
         """
         counts_N = (valid_N & score_NC.isfinite().any(-1)).float()
         hit_N = counts_N * match_NC.any(-1)
         centred_NC = _centred(score_NC)
-        share_NC = torch.softmax(centred_NC * self.beta_K[horizon_N, None], dim=-1)
+        share_NC = torch.softmax(centred_NC * self.beta_PK.view(-1)[place_N, None], dim=-1)
         mean_N = (share_NC * centred_NC).sum(-1)
         variance_N = (share_NC * (centred_NC - mean_N[:, None]).square()).sum(-1)
         surprise_N = (centred_NC * match_NC).sum(-1) - mean_N
 
         row_N4 = torch.stack((counts_N, hit_N, hit_N * surprise_N, hit_N * variance_N), dim=1)
-        sum_K4 = row_N4.new_zeros(self.beta_K.numel(), 4).index_add_(0, horizon_N, row_N4)
-        tried_K, covered_K, gradient_K, variance_K = sum_K4.unbind(1)
+        sum_X4 = row_N4.new_zeros(self.beta_PK.numel(), 4).index_add_(0, place_N, row_N4)
+        tried_PK, covered_PK, gradient_PK, variance_PK = sum_X4.T.unflatten(1, self.beta_PK.shape)
         # Each observation fades all earlier ones; the natural gradient divides by all the information still remembered.
-        kept_K = torch.exp(tried_K / -MEMORY)
-        self.tried_K = self.tried_K * kept_K + tried_K
-        self.covered_K = self.covered_K * kept_K + covered_K
-        self.information_K = (self.information_K * kept_K + variance_K).clamp(min=1.0)
-        step_K = (gradient_K / self.information_K).clamp(-BETA_STEP, BETA_STEP)
-        self.beta_K = (self.beta_K + step_K).clamp(*BETA_RANGE)
+        kept_PK = torch.exp(tried_PK / -MEMORY)
+        self.tried_PK = self.tried_PK * kept_PK + tried_PK
+        self.covered_PK = self.covered_PK * kept_PK + covered_PK
+        self.information_PK = (self.information_PK * kept_PK + variance_PK).clamp(min=1.0)
+        step_PK = (gradient_PK / self.information_PK).clamp(-BETA_STEP, BETA_STEP)
+        self.beta_PK = (self.beta_PK + step_PK).clamp(*BETA_RANGE)
 
     def forget(self, share: float = 0.9) -> None:
         """Trust past evidence less, after the proposer or the policy has changed: estimates stay, but move faster."""
-        kept_K = (1.0 / self.tried_K).clamp(min=1.0 - share, max=1.0)  # one observation is always left
-        self.tried_K = self.tried_K * kept_K
-        self.covered_K = self.covered_K * kept_K
-        self.information_K = (self.information_K * kept_K).clamp(min=1.0)
+        kept_PK = (1.0 / self.tried_PK).clamp(min=1.0 - share, max=1.0)  # one observation is always left
+        self.tried_PK = self.tried_PK * kept_PK
+        self.covered_PK = self.covered_PK * kept_PK
+        self.information_PK = (self.information_PK * kept_PK).clamp(min=1.0)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).clone() for name in _STATE}
@@ -121,7 +128,7 @@ class HitCalibrator:
             mine, theirs = getattr(self, name), state.get(name)
             if theirs is None or theirs.shape != mine.shape or not bool(theirs.isfinite().all()):
                 raise ValueError(
-                    f"calibration state has no usable {name} for {mine.numel()} horizons; "
+                    f"calibration state has no usable {name} for {mine.shape[1]} horizons; "
                     "leave it out to start from the prior"
                 )
         for name in _STATE:
@@ -129,7 +136,16 @@ class HitCalibrator:
             setattr(self, name, state[name].to(mine.device, mine.dtype, copy=True))
 
 
-_STATE = ("beta_K", "information_K", "tried_K", "covered_K")
+_STATE = ("beta_PK", "information_PK", "tried_PK", "covered_PK")
+
+
+def _on_best_path(tree: Tree) -> Tensor:
+    """Whether a node and all its ancestors are their horizons' best candidates; roots are. As `walk` does it."""
+    best_N, jump_N = tree.rank_N == 0, tree.parent_N
+    for _ in range(tree.max_depth.bit_length()):
+        best_N = best_N & best_N[jump_N]
+        jump_N = jump_N[jump_N]
+    return best_N
 
 
 def _centred(score_NC: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ def fit(
     heads.sharpness_K = judge.sharpness(heads)
     best = fitting.progress
     accepted_after = judge.acceptance(heads, nodes, ranking=ranking)
-    heads.calibration_2K = judge.calibration_2K
+    heads.calibration_2PK = judge.calibration_2PK
     _, inside_P = slots(judge.samples.token_P, None if heads.vocabulary_V is None else heads.vocabulary_V.cpu())
     return FitReport(
         updates=best.update,

@@ -44,8 +44,8 @@ class FutureHeads(nn.Module):
     """
 
     vocabulary_V: Tensor | None
-    calibration_2K: Tensor | None
-    """How often and how surely each horizon hit on held-out responses (`HitCalibrator.estimate_2K`), once fitted."""
+    calibration_2PK: Tensor | None
+    """How often and how surely each horizon hit on held-out responses (`HitCalibrator.estimate_2PK`), once fitted."""
     sharpness_K: Tensor
     """What each horizon's logits are multiplied by before the noise is added: `Judge.sharpness`."""
 
@@ -68,7 +68,7 @@ class FutureHeads(nn.Module):
         self.first_KFI = nn.Parameter(first_KFI)
         self.second_KHF = nn.Parameter(torch.zeros(config.horizons, hidden_size, width))
         self.register_buffer("vocabulary_V", None)
-        self.register_buffer("calibration_2K", None)
+        self.register_buffer("calibration_2PK", None)
         self.register_buffer("sharpness_K", torch.ones(config.horizons))
 
     @classmethod
@@ -181,13 +181,13 @@ class HeadsProposer:
 
     @property
     def fitted(self) -> bool:
-        return self.heads.calibration_2K is not None
+        return self.heads.calibration_2PK is not None
 
     def refresh(self) -> None:
         """Take over the model's present lm_head and the heads' present vocabulary and weights: a new version."""
         self._take_over()
         self.version += 1
-        if self.heads.calibration_2K is self._calibration_2K:
+        if self.heads.calibration_2PK is self._calibration_2PK:
             self.calibrator.forget()
         else:  # they have been fitted anew
             self.calibrator = self._fresh_calibrator()
@@ -200,16 +200,16 @@ class HeadsProposer:
 
     def _fresh_calibrator(self) -> HitCalibrator:
         heads = self.heads
-        self._calibration_2K = heads.calibration_2K
+        self._calibration_2PK = heads.calibration_2PK
         return HitCalibrator(
-            self.horizons, trained=heads.trained, device=heads.first_KFI.device, measured_2K=heads.calibration_2K
+            self.horizons, trained=heads.trained, device=heads.first_KFI.device, measured_2PK=heads.calibration_2PK
         )
 
     @torch.no_grad()
     def propose(self, features: Features) -> Draft:
         noisy = self.ranking == "noise" and features.sampling.temperature > 0
         token_SKC, score_SKC = self.best(features.hidden_SH, features.root_S, self._noise(features) if noisy else None)
-        return Draft(token_SKC=token_SKC, score_SKC=score_SKC, hit_SKC=self.calibrator.hit(score_SKC))
+        return Draft(token_SKC, score_SKC, *self.calibrator.hit(score_SKC))
 
     def best(self, hidden_SH: Tensor, root_S: Tensor, noise_SKV: Tensor | None) -> tuple[Tensor, Tensor]:
         """The candidates of every horizon, best first, and their scores: FutureHeads.forward along the best path.

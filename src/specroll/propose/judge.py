@@ -38,8 +38,8 @@ class Judge:
         self.model = model
         self.samples = Samples.of(trajectories)
         self.start_P = _spread(self.samples.starts(), ROUNDS)
-        self.calibration_2K: Tensor | None = None
-        """`HitCalibrator.estimate_2K` of the heads whose acceptance was asked for last."""
+        self.calibration_2PK: Tensor | None = None
+        """`HitCalibrator.estimate_2PK` of the heads whose acceptance was asked for last."""
 
     @torch.no_grad()
     def kl(self, heads: FutureHeads) -> Tensor:
@@ -98,7 +98,7 @@ class Judge:
         accepted = 0
         for counting in (False, True):  # the first pass only settles the calibration, as a running rollout has
             for position_B, token_BKC, score_BKC in drafts:
-                draft = Draft(token_BKC, score_BKC, calibrator.hit(score_BKC))
+                draft = Draft(token_BKC, score_BKC, *calibrator.hit(score_BKC))
                 tree = grow(draft, self.samples.token_P[position_B], nodes)
                 start_N = position_B[tree.sequence_N]
                 drawn_N = start_N + tree.depth_N + 1
@@ -108,7 +108,7 @@ class Judge:
                 verdict = walk(tree, Draws(token_N, zeros_N, zeros_N, zeros_N))
                 calibrator.observe(draft, tree, verdict)
                 accepted += counting * (int(verdict.accepted_N.sum()) - position_B.numel())
-        self.calibration_2K = calibrator.estimate_2K
+        self.calibration_2PK = calibrator.estimate_2PK
         return accepted / self.start_P.numel()
 
     def _drafts(self, proposer: HeadsProposer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -126,7 +126,7 @@ def load_heads(folder: str | Path, model: PreTrainedModel) -> FutureHeads:
         raise HeadsFileError(f"{folder / MANIFEST} is damaged ({error}); {_REFIT}") from error
     state = _read_weights(weights, digest)
     heads.use_vocabulary(state.get("vocabulary_V"))
-    heads.calibration_2K = state.get("calibration_2K")
+    heads.calibration_2PK = state.get("calibration_2PK")
     try:
         heads.load_state_dict(state)
     except RuntimeError as error:

@@ -1,7 +1,8 @@
 """Best-first trees under a node budget: from a draft's candidates to the packed rows of one verification pass.
 
 A draft is a lattice: any candidate of horizon k may follow any path of k - 1 candidates, and a path is worth the
-product of its hit probabilities. `rank` orders the best paths of all sequences in one list, so that a round's budget
+product of its hit probabilities: those along the best path, up to its first candidate that is not a horizon's best, and
+the lower ones aside from there on. `rank` orders the best paths of all sequences in one list, so that a round's budget
 goes where it is worth most; any beginning of that list is a set of trees, which `Ranked.plant` packs.
 
 Why no queue is needed. Number each horizon's candidates from 1 in order of hit probability. A path (a_1, .., a_d) is
@@ -17,7 +18,8 @@ top-k, in whatever order it breaks ties, keeps a node only together with its anc
 The table's limit: it stops deepening at 65,536 paths. Only budgets far past use reach that (over 128 nodes with 8
 horizons, over 64 with 16); the farthest horizons are then left out, and the tree is best-first over the rest.
 
-Shapes: P paths of the table, E cells (a horizon's candidate, or the root), M ranked nodes of a round.
+Shapes: P paths of the table, E cells (a horizon's candidate, or the root), X cells of hits (a horizon's candidate along
+the best path, then aside from it, or the root), M ranked nodes of a round.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ _MOST_PATHS = 65_536
 
 
 class _Lattice(NamedTuple):
-    """All P paths that may be among the best, the root first, as indices into K * C cells and one pad cell."""
+    """All P paths that may be among the best, the root first, as indices into cells, whose last is the pad or root."""
 
-    cells_PK: Tensor  # the path's candidates, padded with the pad cell, whose hit probability is 1
-    last_P: Tensor  # the path's last candidate
+    hits_PK: Tensor  # the path's cells of X, padded with the pad cell, whose hit probability is 1
+    last_P: Tensor  # the path's last candidate, as a cell of E
     parent_P: Tensor
     depth_P: Tensor
     max_depth: int
@@ -131,16 +133,16 @@ def rank(draft: Draft, root_S: Tensor, most: int, each: int) -> Ranked:
 
     width = min(candidates, each)
     lattice = _lattice(horizons, width, each, root_S.device)
-    hit_SKC = draft.hit_SKC.double().nan_to_num(nan=0.0).clamp(_LEAST_HIT, _MOST_HIT)
-    hit_SKC, rank_SKC = hit_SKC.topk(width, dim=-1)  # a draft ranks by score; hits may be ordered differently
+    hit_SKC, rank_SKC = _clamped(draft.hit_SKC).topk(width, dim=-1)  # ranked by score; hits may be ordered differently
+    aside_SKC = hit_SKC if draft.aside_SKC is None else _clamped(draft.aside_SKC).gather(-1, rank_SKC)
     token_SKC = draft.token_SKC.gather(-1, rank_SKC)
 
     # One flat row of cells per sequence; the pad cell behind it stands for the root.
-    hit_SE = torch.cat([hit_SKC.flatten(1), hit_SKC.new_ones(sequences, 1)], dim=1)
+    hit_SX = torch.cat([hit_SKC.flatten(1), aside_SKC.flatten(1), hit_SKC.new_ones(sequences, 1)], dim=1)
     token_SE = torch.cat([token_SKC.flatten(1), root_S[:, None]], dim=1)
     rank_SE = torch.cat([rank_SKC.flatten(1), rank_SKC.new_zeros(sequences, 1)], dim=1)
 
-    score_SP = hit_SE[:, lattice.cells_PK[1:]].prod(dim=-1)  # without the root
+    score_SP = hit_SX[:, lattice.hits_PK[1:]].prod(dim=-1)  # without the root
     gain_Sn, path_Sn = score_SP.topk(min(each, score_SP.shape[1]), dim=-1)
     gain_M, at_M = gain_Sn.flatten().topk(min(most, gain_Sn.numel()))
     path_M = path_Sn.flatten()[at_M] + 1
@@ -170,14 +172,21 @@ def _lattice(horizons: int, candidates: int, nodes: int, device: torch.device) -
         if len(paths) >= _MOST_PATHS:
             break
 
-    pad = horizons * candidates
-    cells = [[k * candidates + c for k, c in enumerate(path)] + [pad] * (horizons - len(path)) for path in paths]
+    cells = [[k * candidates + c for k, c in enumerate(path)] for path in paths]
+    every = horizons * candidates
+    hits = [
+        [cell + every * any(path[:k]) for k, cell in enumerate(of_path)] + [2 * every] * (horizons - len(path))
+        for path, of_path in zip(paths, cells, strict=True)
+    ]
     depths = [len(path) for path in paths]
-    last = [cells[i][depth - 1] if depth else pad for i, depth in enumerate(depths)]
     return _Lattice(
-        cells_PK=torch.tensor(cells, device=device),
-        last_P=torch.tensor(last, device=device),
+        hits_PK=torch.tensor(hits, device=device),
+        last_P=torch.tensor([of_path[-1] if of_path else every for of_path in cells], device=device),
         parent_P=torch.tensor(parents, device=device),
         depth_P=torch.tensor(depths, device=device),
         max_depth=max(depths),
     )
+
+
+def _clamped(hit_SKC: Tensor) -> Tensor:
+    return hit_SKC.double().nan_to_num(nan=0.0).clamp(_LEAST_HIT, _MOST_HIT)

@@ -43,15 +43,16 @@ class World:
 def test_the_truth_is_recovered_and_predictions_come_true() -> None:
     world, calibrator = World(), HitCalibrator(3)
     world.teach(calibrator, rounds=250)
-    torch.testing.assert_close(calibrator.coverage_K, COVERAGE, rtol=0, atol=0.06)
-    torch.testing.assert_close(calibrator.beta_K, BETA, rtol=0.25, atol=0.0)
-    again = HitCalibrator(3, measured_2K=calibrator.estimate_2K)
+    torch.testing.assert_close(calibrator.coverage_PK[0], COVERAGE, rtol=0, atol=0.06)
+    torch.testing.assert_close(calibrator.beta_PK[0], BETA, rtol=0.25, atol=0.0)
+    again = HitCalibrator(3, measured_2PK=calibrator.estimate_2PK)
     some = world.scores(12).view(4, 3, -1)
-    torch.testing.assert_close(again.hit(some), calibrator.hit(some))
+    for mine, theirs in zip(again.hit(some), calibrator.hit(some), strict=True):
+        torch.testing.assert_close(mine, theirs)
     # Reliability: among candidates predicted to hit with probability near p, a share of p does.
     rows, horizons = 30_000, 3
     score_NKC = world.scores(rows * horizons).view(rows, horizons, -1)
-    hit_NKC = calibrator.hit(score_NKC)
+    hit_NKC, _ = calibrator.hit(score_NKC)
     match_NKC = torch.stack(
         [world.matches(score_NKC[:, k], torch.full((rows,), k)) for k in range(horizons)], 1
     ).float()
@@ -75,22 +76,22 @@ def test_it_follows_a_change_and_faster_after_forgetting() -> None:
     steady, forgetful = HitCalibrator(3), HitCalibrator(3)
     World(1).teach(steady, rounds=100)
     World(1).teach(forgetful, rounds=100)
-    before = forgetful.coverage_K.clone()
+    before = forgetful.coverage_PK.clone()
     forgetful.forget()
-    torch.testing.assert_close(forgetful.coverage_K, before)
+    torch.testing.assert_close(forgetful.coverage_PK, before)
     never(steady, World(2))
     never(forgetful, World(2))
-    assert forgetful.coverage_K[0] < steady.coverage_K[0] - 0.1
+    assert forgetful.coverage_PK[0, 0] < steady.coverage_PK[0, 0] - 0.1
     for _ in range(200):
         forgetful.forget()  # without evidence in between, as when nothing is proposed
-    assert forgetful.coverage_K.isfinite().all() and forgetful.tried_K.min() > 0.5
+    assert forgetful.coverage_PK.isfinite().all() and forgetful.tried_PK.min() > 0.5
     for _ in range(100):
         never(steady, World(3))
-    assert steady.coverage_K[0] < 0.02
+    assert steady.coverage_PK[0, 0] < 0.02
 
 
 def test_untrained_heads_start_pessimistic() -> None:
-    assert (HitCalibrator(6, trained=False).coverage_K < HitCalibrator(6).coverage_K / 1.5).all()
+    assert (HitCalibrator(6, trained=False).coverage_PK < HitCalibrator(6).coverage_PK / 1.5).all()
 
 
 def test_only_visited_nodes_with_a_horizon_left_count() -> None:
@@ -107,10 +108,41 @@ def test_only_visited_nodes_with_a_horizon_left_count() -> None:
     verdict = walk(tree, Draws(token_N, zeros_N, zeros_N, zeros_N))
     assert verdict.accepted_N.tolist() == [True, True, True, True, False, False]
     calibrator = HitCalibrator(2)
-    tried_K, covered_K = calibrator.tried_K.clone(), calibrator.covered_K.clone()
+    tried_PK, covered_PK = calibrator.tried_PK.clone(), calibrator.covered_PK.clone()
     calibrator.observe(draft, tree, verdict)
-    torch.testing.assert_close(calibrator.tried_K - tried_K, torch.tensor([2.0, 1.0]), rtol=0, atol=0.1)
-    torch.testing.assert_close(calibrator.covered_K - covered_K, torch.tensor([1.0, 1.0]), rtol=0, atol=0.1)
+    torch.testing.assert_close(calibrator.tried_PK - tried_PK, torch.tensor([[2.0, 1.0], [0.0, 0.0]]), rtol=0, atol=0.1)
+    torch.testing.assert_close(
+        calibrator.covered_PK - covered_PK, torch.tensor([[1.0, 1.0], [0.0, 0.0]]), rtol=0, atol=0.1
+    )
+
+
+def test_what_happens_aside_from_the_best_path_counts_aside() -> None:
+    """The draws follow the second candidate of the first horizon, and then the first of the next."""
+    draft = Draft(
+        token_SKC=torch.tensor([[[1, 2], [3, 4], [5, 6]]]),
+        score_SKC=torch.tensor([[[2.0, 1.0]] * 3]),
+        hit_SKC=torch.tensor([[[0.5, 0.4], [0.6, 0.1], [0.6, 0.1]]]),
+    )
+    tree = grow(draft, torch.tensor([90]), 7)
+    path = [0]
+    for token in (2, 3):
+        path.append(next(i for i in range(8) if int(tree.token_N[i]) == token and int(tree.parent_N[i]) == path[-1]))
+    token_N = torch.full((8,), 99)
+    token_N[path[0]], token_N[path[1]] = 2, 3
+    zeros_N = torch.zeros(8)
+    verdict = walk(tree, Draws(token_N, zeros_N, zeros_N, zeros_N))
+    assert verdict.accepted_N.nonzero().flatten().tolist() == path
+    calibrator = HitCalibrator(3)
+    tried_PK, covered_PK = calibrator.tried_PK.clone(), calibrator.covered_PK.clone()
+    calibrator.observe(draft, tree, verdict)
+    seen = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])  # the third draw is missed
+    torch.testing.assert_close(calibrator.tried_PK - tried_PK, seen, rtol=0, atol=0.1)
+    hit = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    torch.testing.assert_close(calibrator.covered_PK - covered_PK, hit, rtol=0, atol=0.1)
+    for _ in range(200):
+        calibrator.observe(draft, tree, verdict)
+    along, aside = calibrator.hit(draft.score_SKC)
+    assert aside[0, 2].sum() < 0.1 * along[0, 2].sum() and (aside <= along).all()
 
 
 def test_a_draw_counts_as_covered_though_the_tree_did_not_try_it() -> None:
@@ -118,10 +150,10 @@ def test_a_draw_counts_as_covered_though_the_tree_did_not_try_it() -> None:
     root = torch.tensor([90])
     zero = torch.zeros(1)
     calibrator = HitCalibrator(1)
-    before = calibrator.coverage_K.clone()
+    before = calibrator.coverage_PK.clone()
     tree: Tree = grow(draft, root, 0)
     calibrator.observe(draft, tree, Verdict(Draws(torch.tensor([3]), zero, zero, zero), torch.tensor([True])))
-    assert calibrator.coverage_K > before and calibrator.beta_K < 1 / 1.5  # covered, by an unlikely one
+    assert calibrator.coverage_PK[0] > before[0] and calibrator.beta_PK[0] < 1 / 1.5  # covered, by an unlikely one
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -134,12 +166,12 @@ def test_scores_that_are_not_finite_do_no_harm(bad: float) -> None:
     match_NC = torch.tensor([[True, False, False, False]]).expand(3, 4)
     calibrator.update(all_bad_NC, match_NC, torch.arange(3), rows)
     assert all(torch.equal(before[name], value) for name, value in calibrator.state_dict().items())
-    assert torch.equal(calibrator.hit(all_bad_NC[None]), torch.zeros(1, 3, 4))
+    assert all(torch.equal(hit, torch.zeros(1, 3, 4)) for hit in calibrator.hit(all_bad_NC[None]))
     one_bad_NC = torch.tensor([[3.0, 1.0, bad, 0.5]]).expand(3, 4)
     for _ in range(50):
         calibrator.update(one_bad_NC, match_NC.roll(2, 1), torch.arange(3), rows)
     assert all(value.isfinite().all() for value in calibrator.state_dict().values())
-    hit_KC = calibrator.hit(one_bad_NC[None])[0]
+    hit_KC = calibrator.hit(one_bad_NC[None])[0][0]
     assert (hit_KC[:, 2] == 0).all() and hit_KC.isfinite().all() and (hit_KC.sum(-1) <= 1).all()
 
 
@@ -151,10 +183,10 @@ def test_estimates_stay_in_bounds_whatever_happens() -> None:
         best.update(score_NC, torch.tensor([[True, False, False, False]]).expand(50, 4), horizon_N, every)
         worst.update(score_NC, torch.tensor([[False, False, False, True]]).expand(50, 4), horizon_N, every)
     for calibrator in (best, worst):
-        assert 0.02 - 1e-6 <= float(calibrator.beta_K) <= 8.0 + 1e-6
-        assert COVERAGE_RANGE[0] <= float(calibrator.coverage_K) <= COVERAGE_RANGE[1] + 1e-6
-        assert calibrator.hit(score_NC[None, :1]).isfinite().all()
-    assert float(worst.beta_K) == pytest.approx(0.02)
+        assert 0.02 - 1e-6 <= float(calibrator.beta_PK[0]) <= 8.0 + 1e-6
+        assert COVERAGE_RANGE[0] <= float(calibrator.coverage_PK[0]) <= COVERAGE_RANGE[1] + 1e-6
+        assert all(hit.isfinite().all() for hit in calibrator.hit(score_NC[None, :1]))
+    assert float(worst.beta_PK[0]) == pytest.approx(0.02)
 
 
 def test_state_survives_a_round_trip_and_damage_is_refused() -> None:
@@ -162,8 +194,8 @@ def test_state_survives_a_round_trip_and_damage_is_refused() -> None:
     World().teach(calibrator, rounds=5)
     other.load_state_dict(calibrator.state_dict())
     score_SKC = World(5).scores(3)[None]
-    assert torch.equal(other.hit(score_SKC), calibrator.hit(score_SKC))
+    assert all(map(torch.equal, other.hit(score_SKC), calibrator.hit(score_SKC)))
     with pytest.raises(ValueError, match="for 2 horizons"):
         HitCalibrator(2).load_state_dict(calibrator.state_dict())
-    with pytest.raises(ValueError, match="no usable beta_K"):
-        other.load_state_dict({**calibrator.state_dict(), "beta_K": torch.full((3,), float("nan"))})
+    with pytest.raises(ValueError, match="no usable beta_PK"):
+        other.load_state_dict({**calibrator.state_dict(), "beta_PK": torch.full((2, 3), float("nan"))})

@@ -83,10 +83,10 @@ def test_the_root_teaches_what_the_root_decides(model: LlamaForCausalLM) -> None
     assert seen.note is None and seen.updates == 60 and min(seen.kept_update_K) > 0
     assert seen.held_out_trajectories == 4 and seen.draft_coverage == 1.0 and seen.draft_vocabulary == 14
     # A rollout starts from what was measured: one node of the law's mode is promised the 0.8 that it will bring.
-    assert seeing.calibration_2K is not None
+    assert seeing.calibration_2PK is not None
     proposed = HeadsProposer(seeing, model, ranking="probability")
-    torch.testing.assert_close(proposed.calibrator.coverage_K, seeing.calibration_2K[0])
-    assert float(seeing.calibration_2K[0, 0]) > 0.6
+    torch.testing.assert_close(proposed.calibrator.coverage_PK, seeing.calibration_2PK[0])
+    assert float(seeing.calibration_2PK[0, 0, 0]) > 0.6
     # The report is of the weights that are left in the heads.
     judge = Judge(model, [t for i, t in enumerate(world()) if i in _held_out()])
     torch.testing.assert_close(judge.kl(seeing), torch.tensor(seen.kl_after_K, dtype=torch.float64), rtol=0, atol=1e-6)

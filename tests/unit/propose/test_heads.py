@@ -189,22 +189,22 @@ def test_observe_teaches_the_calibrator(model: LlamaForCausalLM) -> None:
     tree = grow(draft, torch.zeros(3, dtype=torch.int64), 2)
     missed_N = torch.full_like(tree.token_N, -1)
     zeros_N = torch.zeros(tree.token_N.numel())
-    before = proposer.calibrator.coverage_K.clone()
+    before = proposer.calibrator.coverage_PK[0].clone()
     proposer.observe(draft, tree, Verdict(Draws(missed_N, zeros_N, zeros_N, zeros_N), tree.depth_N == 0))
-    after = proposer.calibrator.coverage_K
+    after = proposer.calibrator.coverage_PK[0]
     assert after[0] < before[0] and torch.equal(after[1:], before[1:])
 
 
 def test_a_refresh_keeps_what_was_observed_unless_the_heads_were_fitted_anew(model: LlamaForCausalLM) -> None:
     heads = moved(FutureHeads.for_model(model))
-    heads.calibration_2K = torch.tensor([[0.6] * heads.horizons, [1.0] * heads.horizons])
+    heads.calibration_2PK = torch.tensor([0.6, 1.0]).view(2, 1, 1).repeat(1, 2, heads.horizons)
     proposer = HeadsProposer(heads, model)
-    proposer.calibrator.covered_K = proposer.calibrator.covered_K * 0.5
+    proposer.calibrator.covered_PK = proposer.calibrator.covered_PK * 0.5
     proposer.refresh()
-    torch.testing.assert_close(proposer.calibrator.coverage_K, torch.full((heads.horizons,), 0.3))
-    heads.calibration_2K = torch.tensor([[0.7] * heads.horizons, [2.0] * heads.horizons])
+    torch.testing.assert_close(proposer.calibrator.coverage_PK, torch.full((2, heads.horizons), 0.3))
+    heads.calibration_2PK = torch.tensor([0.7, 2.0]).view(2, 1, 1).repeat(1, 2, heads.horizons)
     proposer.refresh()
-    torch.testing.assert_close(proposer.calibrator.estimate_2K, heads.calibration_2K)
+    torch.testing.assert_close(proposer.calibrator.estimate_2PK, heads.calibration_2PK)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

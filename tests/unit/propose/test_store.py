@@ -49,7 +49,7 @@ def test_what_is_loaded_is_what_was_saved(
     heads = FutureHeads.for_model(model, config, vocabulary=vocabulary, seed=4)
     with torch.no_grad():
         heads.second_KHF.normal_()
-    heads.calibration_2K = torch.tensor([[0.7, 0.5], [0.9, 1.1]])
+    heads.calibration_2PK = torch.tensor([[[0.7, 0.5], [0.4, 0.3]], [[0.9, 1.1], [0.8, 0.7]]])
     loaded = load_heads(save_heads(heads, tmp_path, model), model)
     assert loaded.config == config
     saved, back = heads.state_dict(), loaded.state_dict()

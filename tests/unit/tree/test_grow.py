@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ def make_draft(hit_SKC: torch.Tensor, vocab_size: int = 1000, seed: int = 0) -> 
     return Draft(token_SKC=order[..., :candidates], score_SKC=hit_SKC.log(), hit_SKC=hit_SKC)
 
 
-def heap_scores(hit_KC: list[list[float]], nodes: int) -> list[float]:
-    """The textbook queue: take the best path, push its extensions."""
+def heap_scores(hit_KC: list[list[float]], nodes: int, aside: float = 1.0) -> list[float]:
+    """The textbook queue: take the best path, push its extensions. `aside`: what hits keep aside from the best path."""
     clamped = [[min(max(0.0 if math.isnan(h) else h, 1e-6), 1 - 1e-4) for h in row] for row in hit_KC]
+    best = [max(range(len(row)), key=row.__getitem__) for row in clamped]
     queue: list[tuple[float, tuple[int, ...]]] = [(-h, (c,)) for c, h in enumerate(clamped[0])]
     heapq.heapify(queue)
     scores = []
@@ -32,8 +34,9 @@ def heap_scores(hit_KC: list[list[float]], nodes: int) -> list[float]:
         score, path = heapq.heappop(queue)
         scores.append(-score)
         if len(path) < len(clamped):
+            kept = 1.0 if list(path) == best[: len(path)] else aside
             for c, h in enumerate(clamped[len(path)]):
-                heapq.heappush(queue, (score * h, (*path, c)))
+                heapq.heappush(queue, (score * max(h * kept, 1e-6), (*path, c)))
     return scores
 
 
@@ -114,6 +117,16 @@ def test_keeps_what_a_heap_would_keep(hit_SKC: torch.Tensor, nodes: int, most: i
 def test_a_wide_lattice_keeps_what_a_heap_would_keep(nodes: int) -> None:
     hit_SKC = torch.rand(4, 6, 32, generator=torch.Generator().manual_seed(nodes)) ** 3
     check_against_heaps(hit_SKC, nodes, 2 * nodes)
+
+
+@pytest.mark.parametrize("nodes", [1, 8, 40])
+def test_aside_from_the_best_path_hits_are_worth_less(nodes: int) -> None:
+    hit_SKC = torch.rand(4, 5, 12, generator=torch.Generator().manual_seed(nodes)).double()
+    draft = replace(make_draft(hit_SKC), aside_SKC=hit_SKC * 0.3)
+    ranked = rank(draft, torch.arange(4), 4 * nodes, nodes)
+    expected = sorted((s for hit_KC in hit_SKC.tolist() for s in heap_scores(hit_KC, nodes, 0.3)), reverse=True)
+    torch.testing.assert_close(torch.tensor(ranked.gain), torch.tensor(expected), rtol=1e-5, atol=0)
+    assert_well_formed(ranked.plant(len(expected)), draft, torch.arange(4))
 
 
 def test_the_budget_goes_where_it_is_worth_most() -> None:
