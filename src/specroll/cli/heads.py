@@ -88,7 +88,7 @@ def main(options: Options) -> int:
             trajectories = _collect(options, engine, requests, work, progress)
             causal = engine.target.causal
             config = HeadsConfig(horizons=options.horizons, sees=options.sees)
-            vocabulary = draft_vocabulary(trajectories, {r.prompt_ids for r in requests})
+            vocabulary = draft_vocabulary(trajectories)
             heads = FutureHeads.for_model(causal, config, vocabulary=vocabulary)
             before = _tokens_per_round(options, engine, heads, measured, "untrained heads", progress)
             report = fit(

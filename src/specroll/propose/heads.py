@@ -195,7 +195,9 @@ class HeadsProposer:
     def _take_over(self) -> None:
         vocabulary_V = self.heads.vocabulary_V
         self._readout = Readout.of(self.model, vocabulary_V)
-        self._word_V = None if vocabulary_V is None else noise.token_words(vocabulary_V)
+        self._word_V = self._embedding_VH = None
+        if vocabulary_V is not None:  # of few tokens it pays to know at once what is asked for in every round
+            self._word_V, self._embedding_VH = noise.token_words(vocabulary_V), self._embed(vocabulary_V)
         self._products: _Products | None = None
 
     def _fresh_calibrator(self) -> HitCalibrator:
@@ -231,15 +233,18 @@ class HeadsProposer:
             if noise_SKV is not None:
                 score_SkV = add_noise(score_SkV, noise_SKV[:, stage], heads.sharpness_K[stage])
             score_SkC, index_SkC = score_SkV.topk(min(self.candidates, score_SkV.shape[-1]), dim=-1)
-            token_SkC = index_SkC if heads.vocabulary_V is None else heads.vocabulary_V[index_SkC]
-            found.append((token_SkC, score_SkC))
+            found.append((index_SkC, score_SkC))
             if stage.stop < self.horizons:
-                drafted_SX.append(self._embed(token_SkC[:, 0, 0]))
-        token_SKC, score_SKC = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-        return token_SKC, score_SKC
+                drafted_SX.append(self._drafted(index_SkC[:, 0, 0]))
+        index_SKC, score_SKC = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        return index_SKC if heads.vocabulary_V is None else heads.vocabulary_V[index_SKC], score_SKC
 
     def _embed(self, token_S: Tensor) -> Tensor:
         return rms_norm(embed(self.model, token_S).float())
+
+    def _drafted(self, index_S: Tensor) -> Tensor:
+        """`_embed` of what was drafted, by its place in the draft vocabulary."""
+        return self._embed(index_S) if self._embedding_VH is None else self._embedding_VH.index_select(0, index_S)
 
     def _stages(self) -> list[slice]:
         """Horizons that can be done at once: each by itself where it must know what the one before proposes."""

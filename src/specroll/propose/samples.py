@@ -15,8 +15,9 @@ from torch import Tensor
 
 from specroll.types import Trajectory
 
-LIKELY = 0.02
-"""A token this likely at some position belongs to the draft vocabulary, drawn or not."""
+EXPECTED = 0.3
+"""How often the sampled laws must expect a token, over all positions, for the draft vocabulary to hold it. Heads cannot
+foresee what was seen once; half as many tokens make a proposal's products and noise half as dear."""
 
 
 class Law(NamedTuple):
@@ -99,11 +100,14 @@ def split(trajectories: Sequence[Trajectory], held_out: float, seed: int) -> tup
     return learn, [t for i, t in enumerate(trajectories) if i in chosen]
 
 
-def draft_vocabulary(trajectories: Iterable[Trajectory], prompts: Iterable[Sequence[int]] = ()) -> Tensor:
-    """The tokens worth proposing, sorted: all that were drawn, that prompts hold, or that were likely somewhere."""
-    parts = [torch.tensor(list(prompt), dtype=torch.int64) for prompt in prompts]
-    for trajectory in trajectories:
-        parts += [trajectory.token_T, trajectory.top_token_TC[trajectory.top_logp_TC.exp() >= LIKELY]]
-    if not parts:
-        raise ValueError("a draft vocabulary needs at least one trajectory or prompt")
-    return torch.unique(torch.cat(parts))
+def draft_vocabulary(trajectories: Iterable[Trajectory]) -> Tensor:
+    """The tokens worth proposing, sorted: those whose probabilities add up to `EXPECTED` or more.
+
+    Raises ValueError when there is no trajectory.
+    """
+    laws = [(t.top_token_TC.flatten(), t.top_logp_TC.exp().flatten()) for t in trajectories]
+    if not laws:
+        raise ValueError("a draft vocabulary needs at least one trajectory")
+    token_N, probability_N = (torch.cat(parts) for parts in zip(*laws, strict=True))
+    expected_V = torch.bincount(token_N, probability_N.double())
+    return torch.nonzero(expected_V >= min(EXPECTED, float(expected_V.max()))).squeeze(1)

@@ -41,8 +41,14 @@ def test_laws_are_cut_to_the_draft_vocabulary_and_renormalised() -> None:
     assert full.slot_NC[0, :2].tolist() == [3, 4] and full.probability_NC[0].tolist() == [0.5, 0.5, 0.0]
 
 
-def test_the_draft_vocabulary_holds_what_was_drawn_asked_or_likely() -> None:
-    assert draft_vocabulary([SHORT, LONG], [(11, 3), ()]).tolist() == [2, 3, 4, 5, 7, 9, 11]  # 8 is unlikely
+def test_the_draft_vocabulary_holds_what_is_expected_often_enough() -> None:
+    some = trajectory([1, 2], [{1: 0.4, 2: 0.2, 3: 0.4}, {2: 0.2, 4: 0.8}])
+    assert draft_vocabulary([some]).tolist() == [1, 2, 3, 4]
+    other = trajectory([5], [{5: 0.9, 6: 0.1}])
+    assert draft_vocabulary([some, other]).tolist() == [1, 2, 3, 4, 5]  # drawn or not
+    assert draft_vocabulary([other] * 3).tolist() == [5, 6]
+    flat = trajectory([7], [dict.fromkeys((7, 8, 9, 10, 11), 0.2)])
+    assert draft_vocabulary([flat]).tolist() == [7, 8, 9, 10, 11]  # as good as any, and none would be too few
     with pytest.raises(ValueError, match="at least one"):
         draft_vocabulary([])
 
