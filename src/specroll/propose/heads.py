@@ -34,6 +34,8 @@ from specroll.propose.readout import Readout, embed, output_layer
 from specroll.types import Draft, Features, Tree, Verdict
 
 RMS_EPSILON = 1e-6
+_SETTLED, _EVERY = 64, 4
+"""After so many rounds only one in so many teaches the calibration: it costs as much as a tenth of a proposal."""
 
 
 class FutureHeads(nn.Module):
@@ -199,6 +201,7 @@ class HeadsProposer:
         if vocabulary_V is not None:  # of few tokens it pays to know at once what is asked for in every round
             self._word_V, self._embedding_VH = noise.token_words(vocabulary_V), self._embed(vocabulary_V)
         self._products: _Products | None = None
+        self._rounds = 0  # observed since
 
     def _fresh_calibrator(self) -> HitCalibrator:
         heads = self.heads
@@ -254,7 +257,9 @@ class HeadsProposer:
 
     @torch.no_grad()
     def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
-        self.calibrator.observe(draft, tree, verdict)
+        if self._rounds < _SETTLED or self._rounds % _EVERY == 0:
+            self.calibrator.observe(draft, tree, verdict)
+        self._rounds += 1
 
     def _noise(self, features: Features) -> Tensor:
         """g at the positions that the horizons predict (the root's + 1 .. K), for the draft vocabulary: [S, K, V]."""

@@ -195,6 +195,26 @@ def test_observe_teaches_the_calibrator(model: LlamaForCausalLM) -> None:
     assert after[0] < before[0] and torch.equal(after[1:], before[1:])
 
 
+def test_a_settled_calibration_learns_from_some_of_the_rounds(model: LlamaForCausalLM) -> None:
+    proposer = HeadsProposer(moved(FutureHeads.for_model(model)), model)
+    draft = proposer.propose(features(model))
+    tree = grow(draft, torch.zeros(3, dtype=torch.int64), 0)
+    zeros_N = torch.zeros(3)
+    verdict = Verdict(Draws(torch.full((3,), -1), zeros_N, zeros_N, zeros_N), torch.ones(3, dtype=torch.bool))
+
+    def learned(rounds: int) -> int:
+        changes = 0
+        for _ in range(rounds):
+            before = proposer.calibrator.covered_PK
+            proposer.observe(draft, tree, verdict)
+            changes += proposer.calibrator.covered_PK is not before
+        return changes
+
+    assert learned(64) == 64 and learned(40) == 10
+    proposer.refresh()
+    assert learned(64) == 64
+
+
 def test_a_refresh_keeps_what_was_observed_unless_the_heads_were_fitted_anew(model: LlamaForCausalLM) -> None:
     heads = moved(FutureHeads.for_model(model))
     heads.calibration_2PK = torch.tensor([0.6, 1.0]).view(2, 1, 1).repeat(1, 2, heads.horizons)
