@@ -31,7 +31,8 @@ from specroll.engine import Engine
 from specroll.engine.measure import fresh_curve
 from specroll.model.graphs import RecordedPasses
 from specroll.model.prove import TOLERANCE, worst_difference
-from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.heads import FutureHeads
+from specroll.propose.proposer import HeadsProposer
 from specroll.types import Request, SamplingParams
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specroll.config import BudgetConfig, BudgetRuleName, EngineConfig
 from specroll.engine import Engine
 from specroll.model.load import load_model
-from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.heads import FutureHeads
+from specroll.propose.proposer import HeadsProposer
 from specroll.propose.store import load_heads
 from specroll.types import Request
 

@@ -14,7 +14,8 @@ from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine
 from specroll.engine.scheduler import Running
 from specroll.oracle import oracle_generate
-from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.heads import FutureHeads
+from specroll.propose.proposer import HeadsProposer
 from specroll.sampling import BadLogitsError, dense, process
 from specroll.types import Completion, Request, SamplingParams
 from specroll.verify import stop

@@ -24,7 +24,8 @@ from specroll.model.attention import PaddedTreePass
 from specroll.model.cache import SlotCache
 from specroll.model.graphs import Bucket, _Recorded
 from specroll.model.target import HFTarget
-from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.heads import FutureHeads
+from specroll.propose.proposer import HeadsProposer
 from specroll.tree.grow import rank, roots
 from specroll.types import Draft, Request, SamplingParams, Tree
 from tiny import ARCHITECTURES, VOCAB_SIZE, tiny

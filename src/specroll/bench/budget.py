@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine
-from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.heads import FutureHeads
+from specroll.propose.proposer import HeadsProposer
 from specroll.types import Draft, Features, Proposer, RoundStats, Tree, Verdict
 
 OPTIMAL = ("optimal", "random", "hostile")

@@ -30,7 +30,7 @@ def main(path: Path) -> None:
     from specroll.config import BudgetConfig, EngineConfig
     from specroll.engine import Engine
     from specroll.model.load import load_model
-    from specroll.propose.heads import HeadsProposer
+    from specroll.propose.proposer import HeadsProposer
     from specroll.propose.store import load_heads
     from specroll.types import Request, SamplingParams
 

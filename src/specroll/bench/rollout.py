@@ -18,7 +18,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from specroll.bench.compare import Rates, System, interleave, ratio
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine, Rollout
-from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.heads import FutureHeads
+from specroll.propose.proposer import HeadsProposer
 from specroll.types import Request, RoundStats, SamplingParams
 
 Prompts = Sequence[tuple[int, ...]]

@@ -24,7 +24,8 @@ from specroll.bench.profile import rounds_of, without_ends
 from specroll.build import encode
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine
-from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.heads import FutureHeads
+from specroll.propose.proposer import HeadsProposer
 from specroll.types import Completion, Request, SamplingParams
 
 SLOTS = 32

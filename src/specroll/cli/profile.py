@@ -47,7 +47,7 @@ def main(options: Options) -> int:
     from specroll.config import EngineConfig
     from specroll.engine import Engine
     from specroll.model.load import load_model
-    from specroll.propose.heads import HeadsProposer
+    from specroll.propose.proposer import HeadsProposer
     from specroll.propose.store import load_heads
     from specroll.train.data import load_task
 

@@ -109,7 +109,8 @@ def main(options: Options) -> int:
 def _engine(options: Options) -> tuple[Engine, int, int]:
     """The engine with its proposer, the heads' horizons, and how many tokens they propose among."""
     from specroll.build import build_engine
-    from specroll.propose.heads import FutureHeads, HeadsProposer
+    from specroll.propose.heads import FutureHeads
+    from specroll.propose.proposer import HeadsProposer
     from specroll.propose.store import load_heads
 
     with quiet_loading():

@@ -4,38 +4,29 @@ Horizon k = 1..K predicts the token k places after the root t_0, knowing the pat
 
     z_k = h + B_k SiLU(A_k [norm(h), norm(E(t_0)), .., norm(E(t_{k-1}))]),
 
-with B = 0 at the start, so an untrained head equals the target's own state. A proposal goes horizon by horizon along
-each one's best candidate. Heads that see only the root, or only the state (the paper's), are done all at once.
+with B = 0 at the start, so an untrained head equals the target's own state. Heads may also see
+only the root, or only the state (the paper's).
 
-How heads learn is `fit`'s matter, how they are kept on disk `store`'s, and whether their candidates were right is
-decided elsewhere.
+How heads learn is `fit`'s matter, how they propose `proposer`'s, how they are kept on disk `store`'s.
 
-    S  sequences or positions    K  horizons, k some of them    C  candidates          J  tokens of a path
-    H  hidden width              F  a head's width              I  what the last horizon's first layer sees
+    S  sequences or positions    K  horizons          J  tokens of a path
+    H  hidden width              F  a head's width    I  what the last horizon's first layer sees
     V  draft vocabulary
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specroll import noise
-from specroll.budget.calibrate import HitCalibrator
 from specroll.config import HeadsConfig
-from specroll.model.linear import pack
-from specroll.propose.readout import Readout, embed, output_layer
-from specroll.types import Draft, Features, Tree, Verdict
+from specroll.propose.readout import output_layer
 
 RMS_EPSILON = 1e-6
-_SETTLED, _EVERY = 64, 4
-"""After so many rounds only one in so many teaches the calibration: it costs as much as a tenth of a proposal."""
 
 
 class FutureHeads(nn.Module):
@@ -135,182 +126,6 @@ class FutureHeads(nn.Module):
             inner_SF = drop(F.silu(F.linear(inputs_SI[:, :seen], self.first_KFI[k, :, :seen])))
             steps_K.append(F.linear(inner_SF, self.second_KHF[k]))
         return hidden_SH.float().unsqueeze(1) + torch.stack(steps_K, dim=1)
-
-
-class _Products(NamedTuple):
-    """The heads' layers and the draft rows of lm_head, made ready for one-row products; of one state of the weights."""
-
-    stamp: tuple[int, ...]
-    first: Callable[[Tensor], Tensor]  # of all horizons, on what they see alike: the state and the root
-    path_K: list[Callable[[Tensor], Tensor] | None]  # on the tokens drafted since
-    second_K: list[Callable[[Tensor], Tensor]]
-    readout: Callable[[Tensor], Tensor]
-
-
-class HeadsProposer:
-    """The heads as a `types.Proposer`: candidates of all horizons for all sequences at once, with calibrated hits.
-
-    `ranking="noise"` scores a candidate by s log q + g, with the noise g that the target's own draw at that position
-    will use and the heads' sharpness s; "probability" by log q alone, as does temperature 0. Weights are made ready at
-    the first proposal after they changed; call `refresh` after a policy update that may have moved lm_head, or when the
-    draft vocabulary was changed.
-    """
-
-    name = "heads"
-
-    def __init__(
-        self,
-        heads: FutureHeads,
-        model: PreTrainedModel,
-        *,
-        ranking: Literal["noise", "probability"] = "noise",
-        candidates: int = 16,
-    ) -> None:
-        if ranking not in ("noise", "probability"):
-            raise ValueError(f"ranking must be 'noise' or 'probability', got {ranking!r}")
-        if candidates < 1:
-            raise ValueError(f"a horizon needs at least one candidate, got candidates={candidates}")
-        if (model_sizes := tuple(output_layer(model).weight.shape)) != (heads.vocab_size, heads.hidden_size):
-            raise ValueError(
-                f"these heads are for a vocabulary of {heads.vocab_size} and width {heads.hidden_size}, the model has "
-                f"{model_sizes[0]} and {model_sizes[1]}: fit heads to this model"
-            )
-        self.heads, self.model, self.ranking, self.candidates = heads, model, ranking, candidates
-        self.horizons = heads.horizons
-        self.version = 0
-        self.calibrator = self._fresh_calibrator()
-        self._take_over()
-
-    @property
-    def fitted(self) -> bool:
-        return self.heads.calibration_2PK is not None
-
-    def refresh(self) -> None:
-        """Take over the model's present lm_head and the heads' present vocabulary and weights: a new version."""
-        self._take_over()
-        self.version += 1
-        if self.heads.calibration_2PK is self._calibration_2PK:
-            self.calibrator.forget()
-        else:  # they have been fitted anew
-            self.calibrator = self._fresh_calibrator()
-
-    def _take_over(self) -> None:
-        vocabulary_V = self.heads.vocabulary_V
-        self._readout = Readout.of(self.model, vocabulary_V)
-        self._word_V = self._embedding_VH = None
-        if vocabulary_V is not None:  # of few tokens it pays to know at once what is asked for in every round
-            self._word_V, self._embedding_VH = noise.token_words(vocabulary_V), self._embed(vocabulary_V)
-        self._products: _Products | None = None
-        self._rounds = 0  # observed since
-
-    def _fresh_calibrator(self) -> HitCalibrator:
-        heads = self.heads
-        self._calibration_2PK = heads.calibration_2PK
-        return HitCalibrator(
-            self.horizons, trained=heads.trained, device=heads.first_KFI.device, measured_2PK=heads.calibration_2PK
-        )
-
-    @torch.no_grad()
-    def propose(self, features: Features) -> Draft:
-        noisy = self.ranking == "noise" and features.sampling.temperature > 0
-        token_SKC, score_SKC = self.best(features.hidden_SH, features.root_S, self._noise(features) if noisy else None)
-        return Draft(token_SKC, score_SKC, *self.calibrator.hit(score_SKC))
-
-    def best(self, hidden_SH: Tensor, root_S: Tensor, noise_SKV: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The candidates of every horizon, best first, and their scores: FutureHeads.forward along the best path.
-
-        `noise_SKV` is that of the draft vocabulary; None ranks by the heads' own logits.
-        """
-        products, heads, state_SH = self._prepared(), self.heads, hidden_SH.float()
-        shared_SX = [rms_norm(state_SH)] + ([self._embed(root_S)] if heads.path_length(0) else [])
-        shared_SKF = products.first(torch.cat(shared_SX, -1)).unflatten(-1, (self.horizons, -1))
-        drafted_SX: list[Tensor] = []
-        found: list[tuple[Tensor, Tensor]] = []
-        for stage in self._stages():
-            inner_SkF, path = shared_SKF[:, stage], products.path_K[stage.start]
-            if path is not None:
-                inner_SkF = inner_SkF + path(torch.cat(drafted_SX, -1))[:, None]
-            inner_SkF = F.silu(inner_SkF)
-            steps_k = [second(inner_SkF[:, i]) for i, second in enumerate(products.second_K[stage])]
-            score_SkV = self._readout.finish(products.readout(state_SH[:, None] + torch.stack(steps_k, dim=1)))
-            if noise_SKV is not None:
-                score_SkV = add_noise(score_SkV, noise_SKV[:, stage], heads.sharpness_K[stage])
-            score_SkC, index_SkC = score_SkV.topk(min(self.candidates, score_SkV.shape[-1]), dim=-1)
-            found.append((index_SkC, score_SkC))
-            if stage.stop < self.horizons:
-                drafted_SX.append(self._drafted(index_SkC[:, 0, 0]))
-        index_SKC, score_SKC = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-        return index_SKC if heads.vocabulary_V is None else heads.vocabulary_V[index_SKC], score_SKC
-
-    def _embed(self, token_S: Tensor) -> Tensor:
-        return rms_norm(embed(self.model, token_S).float())
-
-    def _drafted(self, index_S: Tensor) -> Tensor:
-        """`_embed` of what was drafted, by its place in the draft vocabulary."""
-        return self._embed(index_S) if self._embedding_VH is None else self._embedding_VH.index_select(0, index_S)
-
-    def _stages(self) -> list[slice]:
-        """Horizons that can be done at once: each by itself where it must know what the one before proposes."""
-        if self.heads.config.sees == "path":
-            return [slice(k, k + 1) for k in range(self.horizons)]
-        return [slice(0, self.horizons)]
-
-    @torch.no_grad()
-    def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
-        if self._rounds < _SETTLED or self._rounds % _EVERY == 0:
-            self.calibrator.observe(draft, tree, verdict)
-        self._rounds += 1
-
-    def _noise(self, features: Features) -> Tensor:
-        """g at the positions that the horizons predict (the root's + 1 .. K), for the draft vocabulary: [S, K, V]."""
-        seed, word_V = features.sampling.seed, self._word_V
-        ahead_K = torch.arange(1, self.horizons + 1, device=features.position_S.device)
-        position_SK = features.position_S[:, None] + ahead_K
-        sample_N = features.sample_S[:, None].expand_as(position_SK).flatten()
-        position_N = position_SK.flatten()
-        if word_V is None:
-            noise_NV = noise.gumbel_all(seed, sample_N, position_N, self.heads.vocab_size)
-        else:
-            noise_NV = noise.gumbel_of_words(seed, sample_N, position_N, word_V)
-        return noise_NV.unflatten(0, position_SK.shape)
-
-    def _prepared(self) -> _Products:
-        first_KFI, second_KHF = self.heads.first_KFI, self.heads.second_KHF
-        stamp = (first_KFI.data_ptr(), first_KFI._version, second_KHF.data_ptr(), second_KHF._version)
-        if self._products is None or self._products.stamp != stamp:
-            dtype, shared = self._readout.row_VH.dtype, self.heads.seen(0)
-            self._products = _Products(
-                stamp,
-                _product(first_KFI[:, :, :shared].flatten(0, 1), None, dtype),
-                [
-                    _product(first_FI[:, shared : self.heads.seen(k)], None, dtype)
-                    if self.heads.seen(k) > shared
-                    else None
-                    for k, first_FI in enumerate(first_KFI)
-                ],
-                [_product(second_HF, None, dtype) for second_HF in second_KHF],
-                _product(self._readout.row_VH, self._readout.bias_V, dtype),
-            )
-        return self._products
-
-
-def add_noise(logits_SKV: Tensor, noise_SKV: Tensor, sharpness_K: Tensor) -> Tensor:
-    """What candidates are ranked by: s_k log q + g, up to a constant of each row."""
-    return torch.addcmul(noise_SKV, logits_SKV, sharpness_K[:, None])
-
-
-def _product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """float32 -> float32 product with a weight: packed where this CPU gains from it, else in the model's dtype."""
-    packed = pack(weight, bias, exact=False)
-    if packed is not None:
-        return packed
-    weight = weight.detach().to(dtype)
-    bias = None if bias is None else bias.to(dtype)
-    return partial(_plain_product, weight=weight, bias=bias)
-
-
-def _plain_product(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x.to(weight.dtype), weight, bias).float()
 
 
 def rms_norm(x_SH: Tensor) -> Tensor:

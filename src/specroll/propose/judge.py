@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specroll.budget.calibrate import HitCalibrator
-from specroll.propose.heads import FutureHeads, HeadsProposer, add_noise
+from specroll.propose.heads import FutureHeads
+from specroll.propose.proposer import HeadsProposer, add_noise
 from specroll.propose.readout import Readout, embed
 from specroll.propose.samples import Law, Samples, slots
 from specroll.tree.grow import grow

@@ -16,7 +16,8 @@ import torch
 
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine, Rollout
-from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.heads import FutureHeads
+from specroll.propose.proposer import HeadsProposer
 from specroll.propose.store import load_heads, save_heads
 from specroll.train.learn import HeadsLearner
 from specroll.train.terms import check_fit, sampling_of, tokenize, unwrapped

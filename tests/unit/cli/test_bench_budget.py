@@ -20,7 +20,7 @@ from specroll.bench.budget import (
     worst_over_plain,
 )
 from specroll.cli.bench_budget import PAIRS
-from specroll.propose.heads import HeadsProposer
+from specroll.propose.proposer import HeadsProposer
 from specroll.propose.store import save_heads
 from specroll.types import Features, Request, RoundStats, SamplingParams
 from tiny import VOCAB_SIZE, tiny, tiny_heads, tiny_tokenizer

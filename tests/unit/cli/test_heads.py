@@ -11,7 +11,7 @@ import pytest
 
 from specroll.build import build_engine, make_requests
 from specroll.cli import heads as command
-from specroll.propose.heads import HeadsProposer
+from specroll.propose.proposer import HeadsProposer
 from specroll.types import SamplingParams
 
 Run = Callable[..., Any]

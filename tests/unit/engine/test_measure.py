@@ -13,7 +13,8 @@ from specroll.engine import Engine
 from specroll.engine.measure import latency_curve
 from specroll.model.cache import SlotCache
 from specroll.model.target import HFTarget
-from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.heads import FutureHeads
+from specroll.propose.proposer import HeadsProposer
 from specroll.types import Request, SamplingParams
 from tiny import tiny
 

@@ -11,8 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import specroll.propose.fit as fit_module
 from specroll.config import HeadsConfig, HeadsSee
 from specroll.propose.fit import FitProgress, FitReport, fit
-from specroll.propose.heads import FutureHeads, HeadsProposer, add_noise
+from specroll.propose.heads import FutureHeads
 from specroll.propose.judge import Judge
+from specroll.propose.proposer import HeadsProposer, add_noise
 from specroll.propose.samples import Samples
 from specroll.types import Trajectory
 

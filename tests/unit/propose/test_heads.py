@@ -7,7 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specroll import noise
 from specroll.config import HeadsConfig, HeadsSee
-from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.heads import FutureHeads
+from specroll.propose.proposer import HeadsProposer
 from specroll.propose.readout import Readout, embed
 from specroll.tree.grow import grow
 from specroll.types import Draft, Draws, Features, SamplingParams, Verdict

@@ -11,7 +11,8 @@ from specroll.budget import FixedPlanner, LatencyCurve
 from specroll.check.spoilt import SpoiltReplay
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine
-from specroll.propose.heads import FutureHeads, HeadsProposer
+from specroll.propose.heads import FutureHeads
+from specroll.propose.proposer import HeadsProposer
 from specroll.simulate import MeasuredSurface, replay
 from specroll.simulate.record import record
 from specroll.types import Request, SamplingParams
