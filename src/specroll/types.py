@@ -114,7 +114,8 @@ class Draft:
 
     `score_SKC` is the unnormalised log-score that ranked them (log q, plus the noise where it is used);
     `hit_SKC` the calibrated probability that the target draws the candidate, given that the path of each horizon's best
-    candidates leads there and was right; `aside_SKC` the same for another path (None: no less), never above `hit_SKC`.
+    candidates leads there and was right; `aside_SKC` the same for another path (None: no less), in the same order and
+    never above `hit_SKC`.
     """
 
     token_SKC: Tensor

@@ -81,15 +81,17 @@ def engines(
 def over_plain_by_rounds(rounds: Mapping[str, Sequence[RoundStats]]) -> dict[str, float]:
     """What each system's rounds made over what plain ones would have made in the same seconds, prompts not counted.
 
-    Whole runs of equals differ by some percent; rounds of one run hardly do. A round without nodes is a plain round, so
-    such rounds of the system's own, by running sequences, tell what a plain token cost in that very run; only their
-    thinking about nodes is priced as the plain loop's. Where there are few of them the plain loop's rounds are taken.
+    Whole runs of equals differ by some percent; rounds of one run hardly do. A round that proposed nothing is a plain
+    round, so such rounds of the system's own, by running sequences, tell what a plain token cost in that very run; only
+    their thinking about nodes is priced as the plain loop's. Where there are few of them the plain loop's are taken. A
+    system without rounds is left out.
     """
     plain = _plain_prices(rounds["plain"])
-    return {name: _over_plain(of_system, plain) for name, of_system in rounds.items() if name != "plain"}
+    ratios = {name: _over_plain(of_system, plain) for name, of_system in rounds.items() if name != "plain"}
+    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
 
-def _over_plain(rounds: Sequence[RoundStats], plain: Mapping[int, _Price]) -> float:
+def _over_plain(rounds: Sequence[RoundStats], plain: Mapping[int, _Price]) -> float | None:
     own = _plain_prices(rounds)
     would = spent = 0.0
     for r in rounds:
@@ -100,7 +102,7 @@ def _over_plain(rounds: Sequence[RoundStats], plain: Mapping[int, _Price]) -> fl
             price = plain[r.running]
         would += r.emitted / r.running * (price.seconds + plain[r.running].thinking)
         spent += sum(seconds for stage, seconds in r.seconds.items() if stage != "prefill")
-    return would / spent
+    return would / spent if spent else None
 
 
 class _Price(NamedTuple):
@@ -115,7 +117,7 @@ def _plain_prices(rounds: Sequence[RoundStats]) -> dict[int, _Price]:
     """By running sequences."""
     by_running: dict[int, list[RoundStats]] = {}
     for r in rounds:
-        if not r.proposed:
+        if "observe" not in r.seconds:  # not even one whose nodes were all cut
             by_running.setdefault(r.running, []).append(r)
     return {
         running: _Price(
@@ -129,7 +131,9 @@ def _plain_prices(rounds: Sequence[RoundStats]) -> dict[int, _Price]:
 
 def worst_by_rounds(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """`worst_over_plain` of the ratios by rounds."""
-    return _worst({(system, name): cell["by_rounds"].get(system) for name, cell in cells.items() for system in OPTIMAL})
+    return _worst(
+        {(system, name): cell.get("by_rounds", {}).get(system) for name, cell in cells.items() for system in OPTIMAL}
+    )
 
 
 def worst_over_plain(cells: Mapping[str, Mapping[str, Any]], systems: Sequence[str] = OPTIMAL) -> dict[str, Any] | None:

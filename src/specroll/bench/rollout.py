@@ -1,6 +1,7 @@
 """What `specroll bench` times: transformers' generate, our plain loop, our speculative engine, and peers.
 
-Two kinds of cells. "Running R": R sequences decode the same fixed number of tokens (no EOS), so R run throughout.
+Two kinds of cells. "Running R": R sequences decode the same fixed number of tokens (no EOS), so R run throughout; a
+single one may end, and what other samplers say then has another length.
 "P x G": P prompts with G responses each, to the last row, with EOS. Every system gets the same model, prompts and law.
 """
 

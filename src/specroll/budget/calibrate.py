@@ -5,8 +5,9 @@ A proposer's scores rank candidates but promise nothing. For horizon k
     hit_C = coverage_k * softmax(beta_k * score_C)        over the C candidates,
 
 where coverage_k is how often the drawn token was among the candidates at all, and beta_k = 1 / tau_k how far the scores
-can be trusted. Both follow hits and misses with a fading memory. Every visited node gives one observation, whether its
-candidates were in the tree or not: its draw is known. Knows nothing of heads or budgets, and never makes the host wait.
+can be trusted. Both follow hits and misses with a fading memory. Of a round that is observed every visited node counts,
+whether its candidates were in the tree or not: its draw is known. Knows nothing of heads or budgets, and never makes
+the host wait.
 
 A proposer foresees one path, the best candidates of its horizons; what it proposes behind another candidate holds less.
 So there are two estimates of everything: P = 0 along the best path, P = 1 aside from it.
@@ -80,7 +81,7 @@ class HitCalibrator:
         self.update(
             draft.score_SKC[tree.sequence_N, horizon_N],
             token_NC == verdict.draws.token_N[:, None],
-            horizon_N + horizons * ~_on_best_path(tree),
+            horizon_N + self.beta_PK.shape[1] * ~_on_best_path(tree),
             verdict.accepted_N & (tree.depth_N < horizons),
         )
 

@@ -29,7 +29,7 @@ class Options(WorkOptions):
     """
 
     running: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
-    """Numbers of running sequences; each decodes a fixed number of tokens."""
+    """Numbers of running sequences; each decodes a fixed number of tokens, but for a single one, which may end."""
     batches: tuple[str, ...] = ("1x4", "1x8", "8x8")
     """Whole batches, PROMPTSxRESPONSES, that run down to the last row."""
     systems: tuple[str, ...] = ("plain", "control", "optimal", "paper", "random", "hostile")

@@ -51,7 +51,7 @@ class WorkOptions(TimingOptions):
     """The work that systems are timed on."""
 
     running: tuple[int, ...] = (1, 4, 8, 32, 64)
-    """Numbers of running sequences; each decodes a fixed number of tokens."""
+    """Numbers of running sequences; each decodes a fixed number of tokens, but for a single one, which may end."""
     batches: tuple[str, ...] = ("1x4", "2x8", "8x8")
     """Whole batches, PROMPTSxRESPONSES, that run down to the last row."""
     systems: tuple[str, ...] = ("hf", "plain", "spec")

@@ -38,7 +38,7 @@ def check_fits(shape: CacheShape, slots: int, length: int, row_bytes: int, rows_
 
     `row_bytes` is what one packed row needs besides (its logits and their sorted copies).
     """
-    per_slot = shape.bytes_per_token * length + row_bytes * rows_per_slot
+    per_slot = shape.bytes_per_token * (length + 1) + row_bytes * rows_per_slot
     free = int(free_bytes(shape.device) * 0.9)
     if per_slot * slots <= free:
         return

@@ -25,7 +25,7 @@ from specroll.propose.heads import FutureHeads, rms_norm
 from specroll.propose.readout import Readout, embed, output_layer
 from specroll.types import Draft, Features, Tree, Verdict
 
-_SETTLED, _EVERY = 64, 4
+_SETTLED, _EVERY = 256, 4
 """After so many rounds only one in so many teaches the calibration: it costs as much as a tenth of a proposal."""
 
 
@@ -44,8 +44,8 @@ class HeadsProposer:
 
     `ranking="noise"` scores a candidate by s log q + g, with the noise g that the target's own draw at that position
     will use and the heads' sharpness s; "probability" by log q alone, as does temperature 0. Weights are made ready at
-    the first proposal after they changed; call `refresh` after a policy update that may have moved lm_head, or when the
-    draft vocabulary was changed.
+    the first proposal after they changed; call `refresh` after a policy update that may have moved lm_head or the input
+    embedding, or when the draft vocabulary was changed.
     """
 
     name = "heads"
@@ -170,6 +170,7 @@ class HeadsProposer:
         first_KFI, second_KHF = self.heads.first_KFI, self.heads.second_KHF
         stamp = (first_KFI.data_ptr(), first_KFI._version, second_KHF.data_ptr(), second_KHF._version)
         if self._products is None or self._products.stamp != stamp:
+            self._products = None  # never hold the old packs beside the new
             dtype, shared = self._readout.row_VH.dtype, self.heads.seen(0)
             self._products = _Products(
                 stamp,

@@ -19,11 +19,10 @@ LAUNCH_SECONDS = 10e-6
 """Assumed: what a layer's kernels cost to launch, replayed from a CUDA graph."""
 HOST_SECONDS = 50e-6
 """Assumed: each time that the host waits for what a round found: once, and once more to rank candidates."""
-_PROPOSING_LAYERS = 4  # launches of the heads' two products, lm_head and the ranking, in units of a layer's
+_PROPOSING_LAYERS = 4  # launches of a head's two products, lm_head and the ranking, in units of a layer's
 _CURVE_ROWS = 4096
 # As the engine measures its own curve: rows in trees of four, short prefixes.
 _ROWS_PER_TREE, _CURVE_CONTEXT = 4, 128
-_HEAD_MATRICES = 6  # a head's weights in units of width^2: inputs 2 x 2, output 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Roofline:
-    """A `Surface` of published numbers. The proposer is the future-token heads with `horizons` horizons."""
+    """A `Surface` of published numbers. The proposer is the heads that see the path, with `horizons` horizons."""
 
     device: Device
     size: Size
@@ -105,15 +104,15 @@ class Roofline:
 
     def propose(self, running: int) -> float:
         width = self.size.width
-        heads = self._pass(self.horizons * _HEAD_MATRICES * width**2, running)
-        readout = self._pass(min(self.draft_vocabulary, self.size.vocabulary) * width, running * self.horizons)
-        return heads + readout + _PROPOSING_LAYERS * LAUNCH_SECONDS + HOST_SECONDS
+        readout = self._pass(min(self.draft_vocabulary, self.size.vocabulary) * width, running)
+        heads = sum(self._pass(_head_matrices(k) * width**2, running) for k in range(self.horizons))
+        return heads + self.horizons * (readout + _PROPOSING_LAYERS * LAUNCH_SECONDS) + HOST_SECONDS
 
     def prefill(self, tokens: int) -> float:
         return self.verify(tokens, 0, 0)
 
     def too_large(self, tokens: int) -> str | None:
-        heads = _BYTES * self.horizons * _HEAD_MATRICES * self.size.width**2
+        heads = _BYTES * self.horizons * _head_matrices(self.horizons - 1) * self.size.width**2
         needed = self.size.kept_bytes + heads + tokens * self.size.kv_bytes
         if needed <= self.device.memory_bytes:
             return None
@@ -127,6 +126,11 @@ class Roofline:
 
     def _read(self, size: float) -> float:
         return size / self.device.bytes_per_second
+
+
+def _head_matrices(k: int) -> int:
+    """What horizon index k reads, in units of width^2: inputs from the state and k + 1 tokens, and an output, twice."""
+    return 2 * (2 + k) + 2
 
 
 @lru_cache

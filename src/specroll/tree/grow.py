@@ -133,7 +133,8 @@ def rank(draft: Draft, root_S: Tensor, most: int, each: int) -> Ranked:
 
     width = min(candidates, each)
     lattice = _lattice(horizons, width, each, root_S.device)
-    hit_SKC, rank_SKC = _clamped(draft.hit_SKC).topk(width, dim=-1)  # ranked by score; hits may be ordered differently
+    # A draft ranks by score; hits may be ordered differently, and of equal ones the first is the best.
+    hit_SKC, rank_SKC = (x[..., :width] for x in _clamped(draft.hit_SKC).sort(dim=-1, descending=True, stable=True))
     aside_SKC = hit_SKC if draft.aside_SKC is None else _clamped(draft.aside_SKC).gather(-1, rank_SKC)
     token_SKC = draft.token_SKC.gather(-1, rank_SKC)
 

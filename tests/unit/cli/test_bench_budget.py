@@ -74,9 +74,10 @@ def test_rounds_are_compared_with_plain_rounds_of_the_same_run() -> None:
     plain = rounds_of(20, 4, 4, propose=0.001, verify=0.1, prefill=9.0)
     # A run on a machine that is half as fast meanwhile, which thinks for a percent of each round and proposes in vain.
     idle = rounds_of(90, 4, 4, propose=0.003, verify=0.2)
-    vain = rounds_of(10, 4, 4, 8, propose=0.01, verify=0.3, observe=0.002)
+    vain = rounds_of(6, 4, 4, 8, propose=0.01, verify=0.3, observe=0.002)
+    vain += rounds_of(4, 4, 4, 0, propose=0.01, verify=0.3, observe=0.002)  # proposed, and cut
     # One that always proposes has no plain round of its own, and is held against the plain loop's.
-    always = rounds_of(50, 4, 6, 8, propose=0.002, verify=0.12) + rounds_of(3, 3, 3, verify=0.5)
+    always = rounds_of(50, 4, 6, 8, propose=0.002, verify=0.119, observe=0.001) + rounds_of(3, 3, 3, verify=0.5)
     ratios = over_plain_by_rounds({"plain": plain, "control": plain, "idle": idle + vain, "always": always})
     assert set(ratios) == {"control", "idle", "always"}
     assert ratios["control"] == pytest.approx(1.0)

@@ -211,7 +211,7 @@ def test_a_settled_calibration_learns_from_some_of_the_rounds(model: LlamaForCau
             changes += proposer.calibrator.covered_PK is not before
         return changes
 
-    assert learned(64) == 64 and learned(40) == 10
+    assert learned(256) == 256 and learned(40) == 10
     proposer.refresh()
     assert learned(64) == 64
 

@@ -78,9 +78,9 @@ def test_rounds_hold_what_would_be_accepted(spoilt: SpoiltReplay) -> None:
 def test_heads_learn_from_what_was_drawn() -> None:
     model = tiny("llama")
     proposer = HeadsProposer(FutureHeads.for_model(model), model)
-    before = proposer.calibrator.tried_K.clone()
+    before = proposer.calibrator.tried_PK.clone()
     responses = record(engine_of(proposer), REQUESTS, SAMPLING, 4, quiet)
-    assert proposer.calibrator.tried_K[0] > before[0]
+    assert proposer.calibrator.tried_PK[0, 0] > before[0, 0]
     assert sum(len(at.hits) for r in responses for at in r.rounds) > 0
 
 
