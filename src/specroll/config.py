@@ -45,6 +45,11 @@ class HeadsConfig:
     width_factor: int = 2
     """Width of a head's hidden layer, in units of the model's hidden width."""
 
+    def __post_init__(self) -> None:
+        _at_least(1, horizons=self.horizons, width_factor=self.width_factor)
+        if self.sees not in get_args(HeadsSee):
+            raise ValueError(f"heads see {', '.join(get_args(HeadsSee))}; got sees={self.sees!r}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetConfig:

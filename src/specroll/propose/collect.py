@@ -5,11 +5,13 @@ Knows of the engine only what it is called with: a function from requests to tra
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from specroll.files import write_atomic
@@ -30,10 +32,12 @@ def collect(
 ) -> list[Trajectory]:
     """Trajectories of all requests, in pieces of `piece` requests, each written as soon as it is complete.
 
-    Raises `ValueError` if the folder holds samples that were drawn with other settings.
+    Raises `ValueError` if the folder holds samples that were drawn with other settings, for other prompts or in other
+    pieces, or that are damaged.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _claim(folder / "settings.json", settings)
+    prompts = hashlib.sha256(json.dumps([(r.prompt_ids, r.sample) for r in requests]).encode()).hexdigest()
+    _claim(folder / "settings.json", settings | {"prompts": prompts, "responses in a piece": piece})
     trajectories: list[Trajectory] = []
     for start in range(0, len(requests), piece):
         path = folder / f"{start:06d}.safetensors"
@@ -49,7 +53,10 @@ def collect(
 
 def _claim(path: Path, settings: dict[str, object]) -> None:
     if path.exists():
-        known = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            known = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error}); remove {path.parent} to sample anew") from error
         changed = sorted(k for k in settings.keys() | known.keys() if settings.get(k) != known.get(k))
         if changed:
             raise ValueError(
@@ -60,6 +67,9 @@ def _claim(path: Path, settings: dict[str, object]) -> None:
 
 
 def _read(path: Path) -> list[Trajectory]:
-    flat: dict[str, torch.Tensor] = load_file(path)
+    try:
+        flat: dict[str, torch.Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); remove it, and its responses are sampled anew") from error
     count = len(flat) // len(_FIELDS)
     return [Trajectory(*(flat[f"{i:04d}.{field}"] for field in _FIELDS)) for i in range(count)]

@@ -45,11 +45,6 @@ class FutureHeads(nn.Module):
     def __init__(self, hidden_size: int, vocab_size: int, config: HeadsConfig | None = None, *, seed: int = 0) -> None:
         super().__init__()
         config = config or HeadsConfig()
-        if config.horizons < 1 or config.width_factor < 1:
-            raise ValueError(
-                f"heads need at least one horizon and a width factor of at least 1, got horizons={config.horizons}, "
-                f"width_factor={config.width_factor}; leave the heads out to decode without speculation"
-            )
         self.config = config
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         width = hidden_size * config.width_factor

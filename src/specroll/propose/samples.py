@@ -103,11 +103,11 @@ def split(trajectories: Sequence[Trajectory], held_out: float, seed: int) -> tup
 def draft_vocabulary(trajectories: Iterable[Trajectory]) -> Tensor:
     """The tokens worth proposing, sorted: those whose probabilities add up to `EXPECTED` or more.
 
-    Raises ValueError when there is no trajectory.
+    Raises ValueError when there is no law to go by.
     """
     laws = [(t.top_token_TC.flatten(), t.top_logp_TC.exp().flatten()) for t in trajectories]
-    if not laws:
-        raise ValueError("a draft vocabulary needs at least one trajectory")
-    token_N, probability_N = (torch.cat(parts) for parts in zip(*laws, strict=True))
+    token_N, probability_N = (torch.cat(parts) for parts in zip(*laws, strict=True)) if laws else (torch.empty(0),) * 2
+    if not bool((probability_N > 0).any()):
+        raise ValueError("a draft vocabulary needs at least one trajectory with a law of what was likely")
     expected_V = torch.bincount(token_N, probability_N.double())
     return torch.nonzero(expected_V >= min(EXPECTED, float(expected_V.max()))).squeeze(1)

@@ -111,8 +111,8 @@ def load_heads(folder: str | Path, model: PreTrainedModel) -> FutureHeads:
     try:
         fitted = Fingerprint(**manifest["model"])
         config = HeadsConfig(**manifest["heads"])
-        weights, digest = folder / manifest["weights"], manifest["weights_sha256"]
-    except (KeyError, TypeError) as error:
+        weights, digest = folder / Path(manifest["weights"]).name, manifest["weights_sha256"]
+    except (KeyError, TypeError, ValueError) as error:
         raise HeadsFileError(f"{folder / MANIFEST} is damaged ({error}); {_REFIT}") from error
     present = Fingerprint.of(model)
     if fitted != present:
@@ -120,11 +120,10 @@ def load_heads(folder: str | Path, model: PreTrainedModel) -> FutureHeads:
             f"the heads in {folder} fit another model.\n  they fit:   {fitted}\n  this model: {present}\n"
             "Load the model that they fit, or fit heads to this one: specroll heads fit"
         )
-    try:
-        heads = FutureHeads(present.hidden_size, present.vocab_size, config).to(model.device)
-    except (TypeError, ValueError) as error:
-        raise HeadsFileError(f"{folder / MANIFEST} is damaged ({error}); {_REFIT}") from error
     state = _read_weights(weights, digest)
+    if wrong := _what_is_wrong(state, config, present):
+        raise HeadsFileError(f"{weights} does not hold what {MANIFEST} says: {wrong}; {_REFIT}")
+    heads = FutureHeads(present.hidden_size, present.vocab_size, config).to(model.device)
     heads.use_vocabulary(state.get("vocabulary_V"))
     heads.calibration_2PK = state.get("calibration_2PK")
     try:
@@ -132,6 +131,31 @@ def load_heads(folder: str | Path, model: PreTrainedModel) -> FutureHeads:
     except RuntimeError as error:
         raise HeadsFileError(f"{weights} does not hold what {MANIFEST} says: {error}; {_REFIT}") from error
     return heads
+
+
+def _what_is_wrong(state: dict[str, Tensor], config: HeadsConfig, model: Fingerprint) -> str | None:
+    """Of what no shape of `FutureHeads` checks, or only once it has been allocated."""
+    shape, second = (
+        (config.horizons, model.hidden_size, config.width_factor * model.hidden_size),
+        state.get("second_KHF"),
+    )
+    if second is None or tuple(second.shape) != shape:
+        return f"no weights of {config.horizons} horizons and width factor {config.width_factor}"
+    calibration = state.get("calibration_2PK")
+    if calibration is not None and (
+        tuple(calibration.shape) != (2, 2, config.horizons) or not bool(calibration.isfinite().all())
+    ):
+        return "its calibration is not that of its horizons"
+    vocabulary = state.get("vocabulary_V")
+    if vocabulary is not None and (
+        vocabulary.dtype != torch.int64
+        or vocabulary.dim() != 1
+        or vocabulary.numel() == 0
+        or not bool((vocabulary.diff() > 0).all())
+        or not 0 <= int(vocabulary[0]) <= int(vocabulary[-1]) < model.vocab_size
+    ):
+        return f"its draft vocabulary is no ascending list of token ids below {model.vocab_size}"
+    return None
 
 
 _REFIT = "copy the folder again, or fit heads anew: specroll heads fit"
@@ -145,7 +169,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise HeadsFileError(
             f"no heads in {folder} (it has no {MANIFEST}); fit some first: specroll heads fit"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HeadsFileError(f"{path} is damaged ({error}); {_REFIT}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
@@ -158,6 +182,8 @@ def _read_weights(path: Path, digest: str) -> dict[str, Tensor]:
         payload = path.read_bytes()
     except FileNotFoundError as error:
         raise HeadsFileError(f"{path} is missing, though {MANIFEST} names it; {_REFIT}") from error
+    except (OSError, ValueError) as error:
+        raise HeadsFileError(f"{path} cannot be read ({error}); {_REFIT}") from error
     if hashlib.sha256(payload).hexdigest() != digest:
         raise HeadsFileError(f"{path} is damaged (its SHA-256 is not the one in {MANIFEST}); {_REFIT}")
     try:

@@ -100,6 +100,18 @@ def test_samples_of_other_settings_are_not_mixed_in(
     assert specroll(*arguments(tiny_folder, questions, output)).code == 130
     other = specroll(*arguments(tiny_folder, questions, output), "--temperature", 0.5)
     assert other.code == 1 and "drawn with another law" in other.err
+    other = specroll(*arguments(tiny_folder, questions, output), "--max-running", 4)
+    assert other.code == 1 and "another responses in a piece" in other.err
+    asked = questions.read_text()
+    questions.write_text(asked.replace("2", "3"))
+    other = specroll(*arguments(tiny_folder, questions, output))
+    assert other.code == 1 and "another prompts" in other.err
+    questions.write_text(asked)
+    for name, said in (("000000.safetensors", "sampled anew"), ("settings.json", "sample anew")):
+        path = output / "work" / "samples" / name
+        path.write_bytes(path.read_bytes()[:20])
+        broken = specroll(*arguments(tiny_folder, questions, output))
+        assert broken.code == 1 and name in broken.err and said in broken.err
 
 
 def test_the_published_form_is_a_switch(tiny_folder: Path) -> None:

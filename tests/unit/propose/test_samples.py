@@ -49,8 +49,10 @@ def test_the_draft_vocabulary_holds_what_is_expected_often_enough() -> None:
     assert draft_vocabulary([other] * 4).tolist() == [5, 6]
     flat = trajectory([7], [dict.fromkeys((7, 8, 9, 10, 11), 0.2)])
     assert draft_vocabulary([flat]).tolist() == [7, 8, 9, 10, 11]  # as good as any, and none would be too few
-    with pytest.raises(ValueError, match="at least one"):
-        draft_vocabulary([])
+    silent = Trajectory(torch.zeros(0, 4), torch.tensor([]), torch.zeros(0, 2).long(), torch.zeros(0, 2))
+    for nothing in ([], [silent]):
+        with pytest.raises(ValueError, match="at least one"):
+            draft_vocabulary(nothing)
 
 
 def test_whole_trajectories_are_held_out() -> None:

@@ -1,9 +1,12 @@
 """Heads on disk: what comes back is what went in, or an error that says what to do."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specroll.config import HeadsConfig
@@ -121,6 +124,54 @@ def test_missing_and_damaged_files_are_named(folder: Path, model: LlamaForCausal
     (folder / MANIFEST).write_text(manifest.replace('"horizons": 4', '"horizons": 3'))
     weights.write_bytes(payload)
     with pytest.raises(HeadsFileError, match="does not hold what"):
+        load_heads(folder, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("calibration_2PK", torch.ones(2, 2, 3)),
+        ("calibration_2PK", torch.ones(1)),
+        ("calibration_2PK", torch.full((2, 2, 4), float("nan"))),
+        ("vocabulary_V", torch.tensor([9, 5, 7])),
+        ("vocabulary_V", torch.tensor([5, 5])),
+        ("vocabulary_V", torch.tensor([-1, 5])),
+        ("vocabulary_V", torch.tensor([5, 64])),
+        ("vocabulary_V", torch.tensor([5.0])),
+        ("vocabulary_V", torch.tensor([], dtype=torch.int64)),
+        ("second_KHF", torch.zeros(1)),
+        ("second_KHF", None),
+    ],
+)
+def test_tensors_that_belong_to_no_such_heads_are_refused(
+    folder: Path, model: LlamaForCausalLM, name: str, value: torch.Tensor | None
+) -> None:
+    weights = next(folder.glob("*.safetensors"))
+    state = {**load_file(weights), name: value}
+    payload = save({key: tensor for key, tensor in state.items() if tensor is not None})
+    weights.write_bytes(payload)
+    manifest = json.loads((folder / MANIFEST).read_text()) | {"weights_sha256": hashlib.sha256(payload).hexdigest()}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(HeadsFileError, match="does not hold what"):
+        load_heads(folder, model)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"sees": "path"', '"sees": "nonsense"'),
+        ('"sees": "path"', '"sees": null'),
+        ('"horizons": 4', '"horizons": 1000000'),
+        ('"width_factor": 2', '"width_factor": 1000000'),
+        ('"weights": "heads-', '"weights": ".", "x": "'),
+        ('"weights": "heads-', '"weights": "\\u0000", "x": "'),
+    ],
+)
+def test_a_manifest_of_impossible_heads_is_refused(folder: Path, model: LlamaForCausalLM, old: str, new: str) -> None:
+    text = (folder / MANIFEST).read_text()
+    assert old in text
+    (folder / MANIFEST).write_text(text.replace(old, new))
+    with pytest.raises(HeadsFileError, match="specroll heads fit"):
         load_heads(folder, model)
 
 
