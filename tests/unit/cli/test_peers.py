@@ -18,7 +18,8 @@ print(json.dumps({{"vllm": "9.9"}}), flush=True)
 for number, line in enumerate(sys.stdin):
     request = json.loads(line)
     assert max(map(len, request["rows"])) + request["tokens"] <= settings["max_model_len"]
-    assert bool(request["stop_ids"]) == (request["tokens"] == 8)  # a batch ends by itself, and has twice the tokens
+    ends = request["tokens"] == 8 or len(request["rows"]) == 1  # a batch, which has twice the tokens, or a single one
+    assert bool(request["stop_ids"]) == ends
     {middle}
     print(json.dumps({{"tokens": len(request["rows"]) * request["tokens"], "seconds": 0.0}}), flush=True)
 """
