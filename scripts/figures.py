@@ -140,6 +140,14 @@ def budget() -> str:
     return "\n".join([*lines, "", told, "", f"`{r['command']}`, {_machine(r['machine'])}."])
 
 
+def budget_rounds() -> str:
+    r = _load("budget_rounds")
+    named = {"optimal": "optimal", "paper": "paper's rule", "random": "random heads", "hostile": "hostile"}
+    lines = [_row("sequences", *(f"{told} / plain" for told in named.values())), _row("--:", *["--:"] * len(named))]
+    lines += [_row(name, *(f"{cell['by_rounds'][s]:.3f}" for s in named)) for name, cell in r["cells"].items()]
+    return "\n".join([*lines, "", f"`{r['command']}`, {_machine(r['machine'])}."])
+
+
 def simulate() -> str:
     r = _load("simulate")
     lines = [

@@ -53,8 +53,8 @@ _STALE_AFTER = 64.0  # plain rounds after which what was learned counts 1/e ..
 _LEAST_EVIDENCE = 4.0  # .. down to this weight, so that one unlucky round does not decide alone
 _MOST_TRUST = 4.0
 _COMPARE_EVERY, _COMPARE_EVERY_MOST = 4, 64  # speculative rounds between two comparisons with a plain one
-_LEAST_BIAS, _MOST_BIAS = 0.5, 3.0
-_BIAS_MEMORY = 0.8  # weight that one comparison leaves to the earlier ones
+_BIAS_STEP = 0.25  # most that a comparison's log may differ from the mean, twice that of one before that did ..
+_BIAS_MEMORY = 0.9  # .. and the weight that it leaves to the earlier ones: single rounds are often disturbed
 _PROBE_SHARE = 0.02
 _PROBE_EVERY, _PROBE_EVERY_MOST = 16, 256
 
@@ -85,6 +85,7 @@ class _Price:
     """By how much the predicted price of speculation is off, at about one S: the mean log of real over predicted."""
 
     log_bias: _Average = field(default_factory=lambda: _Average(0.0, 1.0))  # the prior: one comparison's worth of 1
+    step: float = _BIAS_STEP
     every: int = _COMPARE_EVERY
     uncompared: int = 0  # speculative rounds since the last comparison
 
@@ -93,10 +94,13 @@ class _Price:
         return self.uncompared >= self.every
 
     def compare(self, ratio: float) -> None:
-        clipped = min(max(ratio, _LEAST_BIAS), _MOST_BIAS)
-        self.log_bias.add(math.log(clipped), 1.0, _BIAS_MEMORY)
+        mean = self.log_bias.mean
+        off = math.log(ratio) - mean
+        far = abs(off) > self.step
+        self.log_bias.add(mean + min(max(off, -self.step), self.step), 1.0, _BIAS_MEMORY)
+        self.step = 2 * self.step if far else _BIAS_STEP
         if self.due:
-            self.uncompared, self.every = 0, min(2 * self.every, _COMPARE_EVERY_MOST)
+            self.uncompared, self.every = 0, self.every if far else min(2 * self.every, _COMPARE_EVERY_MOST)
 
 
 class Planner:

@@ -273,6 +273,22 @@ def test_a_slower_machine_changes_nothing() -> None:
     assert sizes.count(0) <= 10  # only the comparisons
 
 
+def test_disturbed_rounds_hardly_end_speculation() -> None:
+    """One round in twelve takes half as long again, whatever it is: what still pays goes on, in most rounds."""
+    curve = LatencyCurve((1, 4, 12, 129), (0.05, 0.06, 0.095, 0.6))
+    plain = 0
+    for seed in range(8):
+        random = np.random.default_rng(seed)
+
+        def seconds(nodes: int, random: np.random.Generator = random) -> float:
+            disturbed = random.lognormal(0, 0.08) * (1.5 if random.random() < 1 / 12 else 1.0)
+            return (curve(4 + nodes) + 0.004 * (nodes > 0)) * disturbed
+
+        planner = Planner(BudgetConfig(max_nodes=8), curve, 0.004, fitted=True)
+        plain += timed_rounds(planner, 4, seconds, 300).count(0)
+    assert plain < 0.3 * 8 * 300
+
+
 def timed_rounds(planner: Planner, running: int, seconds: Callable[[int], float], rounds: int = 200) -> list[int]:
     """Nodes of rounds of good heads that take so many seconds."""
     sizes = []
