@@ -19,7 +19,7 @@ could pay it.
 
 When nothing pays, the proposer is not called, and a round is a plain one. Now and then a small round probes whether
 that has changed; failed probes grow rarer, and a probe that paid is repeated at once. What probes and misplaced trust
-have cost is booked as debt, which plain rounds pay off at 2 % of their time, and no probe is made before it is paid.
+have cost is booked as debt, which plain rounds pay off at 0.5 % of their time, and no probe is made before it is paid.
 
 The curve was measured at one moment, on made-up trees, so the rounds' own times correct it: a plain and a speculative
 round of equal S, one right after the other, say by how much the predicted price of speculation is off. A machine that
@@ -55,7 +55,7 @@ _MOST_TRUST = 4.0
 _COMPARE_EVERY, _COMPARE_EVERY_MOST = 4, 64  # speculative rounds between two comparisons with a plain one
 _BIAS_STEP = 0.25  # most that a comparison's log may differ from the mean, twice that of one before that did ..
 _BIAS_MEMORY = 0.9  # .. and the weight that it leaves to the earlier ones: single rounds are often disturbed
-_PROBE_SHARE = 0.02
+_PROBE_SHARE = 0.005
 _PROBE_EVERY, _PROBE_EVERY_MOST = 16, 256
 
 
@@ -126,18 +126,22 @@ class Planner:
         self._context: float = BASE_CONTEXT
         self._propose = propose_seconds if callable(propose_seconds) else lambda running: propose_seconds
         self._capacity = curve.capacity()
+        self._speculating, self._turns = False, 0  # rounds since it was switched on
+        self._begin(_HOPED_GAIN if fitted else _PRIOR_GAIN)
+        self._prices: dict[int, _Price] = {}  # by the bit length of S
+        self._last: tuple[int, bool, float] | None = None  # running, speculative, real over predicted seconds
+        self._rate: float | None = None  # tokens per second of this speculative round; None: nothing to choose
+
+    def _begin(self, first_gain: float) -> None:
+        """What is known of a proposer before its first round."""
+        self._first_gain = first_gain
         # Promised and kept: the mean of `_trust` is accepted tokens per promised one. The prior is worth two.
         self._trust = _Average(2.0, 2.0)
         # Accepted tokens of a node by its rank among those of all sequences: the first S / 4 of them, the next, ..
         self._gains: list[_Average] = []
-        self._first_gain = _HOPED_GAIN if fitted else _PRIOR_GAIN
         self._seen = 0
-        self._speculating, self._turns = False, 0  # rounds since it was switched on
         self._debt = 0.0
         self._probe_every, self._plain_rounds = _PROBE_EVERY, _PROBE_EVERY
-        self._prices: dict[int, _Price] = {}  # by the bit length of S
-        self._last: tuple[int, bool, float] | None = None  # running, speculative, real over predicted seconds
-        self._rate: float | None = None  # tokens per second of this speculative round; None: nothing to choose
 
     def paper_nodes(self, running: int) -> int:
         """A sequence's share of the bound on a round: clip(C_hw / S, 0, max_nodes), see `rule.PaperPlanner`."""
@@ -199,10 +203,8 @@ class Planner:
             self._plain_rounds = self._probe_every if paid else 0
 
     def refreshed(self) -> None:
-        """What is known of the proposer counts little now, and a probe may follow at once."""
-        self._probe_every = self._plain_rounds = _PROBE_EVERY
-        for average in (self._trust, *self._gains):
-            average.fade(0.0, 1.0)
+        """The proposer has been taught: it is tried at once, like a fitted one that nothing is known of."""
+        self._begin(_HOPED_GAIN)
 
     def _compare(self, running: int, speculative: bool, proposed: int, seconds: float) -> None:
         """Correct the price of speculation where this round and the one before were of equal S and of both kinds."""

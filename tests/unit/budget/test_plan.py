@@ -120,22 +120,22 @@ def test_useless_heads_cost_next_to_nothing(curve: str, running: int, heads: Hea
     speeds = [
         Simulation(plan(CURVES[curve]), CURVES[curve], seed=s).run(heads, [running] * 128).speed for s in range(5)
     ]
-    assert min(speeds) > 0.978
-    assert Simulation(plan(CURVES[curve]), CURVES[curve]).run(heads, [running] * 600).speed > 0.985
+    assert min(speeds) > 0.985
+    assert Simulation(plan(CURVES[curve]), CURVES[curve]).run(heads, [running] * 600).speed > 0.99
 
 
 @pytest.mark.parametrize("context", [BASE_CONTEXT, 3000])
 @pytest.mark.parametrize("heads", [RANDOM, HOSTILE], ids=["random", "hostile"])
 @pytest.mark.parametrize("curve", CURVES)
 def test_no_concurrency_is_lost_to_random_or_hostile_heads(curve: str, heads: Heads, context: float) -> None:
-    """From 1 to 128 running sequences, near and far into the responses, and although they pass for fitted: 0.98 of
+    """From 1 to 128 running sequences, near and far into the responses, and although they pass for fitted: 0.985 of
     plain decoding at the worst."""
     priced = replace(CURVES[curve], context=ContextPrice(per_sequence=CURVES[curve](1) / 4000, per_row=1e-7))
     for running in (1, 2, 3, 8, 16, 48, 128):
         for seed in range(3):
             planner = plan(priced, fitted=True)
             simulation = Simulation(planner, priced, seed=seed, context=context).run(heads, [running] * 256)
-            assert simulation.speed >= 0.98, (running, seed)
+            assert simulation.speed >= 0.985, (running, seed)
 
 
 def test_the_papers_rule_pays_for_hostile_heads_and_where_nothing_is_free() -> None:
@@ -178,11 +178,11 @@ def test_speculation_starts_where_it_begins_to_pay() -> None:
     assert Simulation(plan(CPU), CPU).run(HOSTILE, running).speed > 0.985
 
 
-@pytest.mark.parametrize(("running", "rounds"), [(1, 200), (4, 60)])
+@pytest.mark.parametrize(("running", "rounds"), [(1, 200), (4, 220)])
 def test_recovery_is_noticed(running: int, rounds: int) -> None:
-    """Probes come every 256 rounds by then; the median run trusts the heads for good soon after the first one."""
+    """Probes are rare by then; the median run trusts the heads for good soon after the first one."""
     hostile = Simulation(plan(CPU), CPU).run(HOSTILE, [running] * 1500)
-    assert not any(hostile.chosen[-100:-50])
+    assert sum(map(bool, hostile.chosen[-200:])) <= 1  # a probe
     waits = []
     for seed in range(15):
         recovered = Simulation(copy.deepcopy(hostile.planner), CPU, seed=seed).run(GOOD, [running] * 400)
