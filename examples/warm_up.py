@@ -1,7 +1,7 @@
 """A short supervised warm-up, which gives a small model the entropy of a realistic policy before GRPO.
 
     python examples/warm_up.py --output runs/warm            # GSM8K from the hub, or from SPECROLL_DATA
-    specroll heads fit --model runs/warm --task gsm8k        # then, for instance
+    specroll heads fit --model runs/warm --task gsm8k --output runs/heads    # then, for instance
 
 LoRA (r = 32, alpha = 64) on all linear layers, 70 steps of 16 solutions under 350 characters, learning rate 8e-4
 decayed linearly, through TRL's SFTTrainer. The adapter is merged and the model saved in bfloat16.

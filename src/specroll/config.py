@@ -1,4 +1,4 @@
-"""Settings, one small section per room. Imports nothing of specroll; every default of the package lives here."""
+"""Settings, one small section per room. Imports nothing of specroll; the defaults of engine, heads, budget and training live here."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class BudgetConfig:
     fixed_nodes: int | None = None
     """Verify exactly so many nodes per sequence in every round, whether it pays or not (for measurements)."""
     ranking: Literal["noise", "probability"] = "noise"
-    """Rank candidates by log q + g, with the noise g that the target will use, or by q alone."""
+    """Rank candidates by s log q + g, with the noise g that the target will use, or by q alone."""
 
     def __post_init__(self) -> None:
         _at_least(0, max_nodes=self.max_nodes, fixed_nodes=self.fixed_nodes)

@@ -1,4 +1,4 @@
-"""Logits to processed log-probabilities, and the draw from them. The only place: to draft, verify, sample and score.
+"""Logits to processed log-probabilities, and the draw from them. The only place: to verify, sample and score.
 
 The law is that of transformers' `generate`: temperature, then top-k, top-p, min-p, each on what the one before left, in
 float32. Rows never influence one another. Knows the noise; knows nothing of models, trees or engines.

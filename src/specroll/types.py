@@ -78,7 +78,7 @@ class Trajectory:
     """What one finished response teaches a proposer. Index i is the i-th emitted token; all tensors on the CPU.
 
     `hidden_TH[i]` drew `token_T[i]` from the law whose likeliest candidates are `top_token_TC[i]` with processed
-    log-probabilities `top_logp_TC[i]` (-inf pads). So horizon k learns (hidden[i], token[i]) -> law at i + k.
+    log-probabilities `top_logp_TC[i]` (-inf pads). So horizon k learns (hidden[i], token[i .. i+k-1]) -> law at i + k.
     """
 
     hidden_TH: Tensor  # the policy's dtype

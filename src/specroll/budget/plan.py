@@ -44,7 +44,7 @@ _START_ABOVE, _STOP_BELOW = 1.03, 1.0  # predicted speed over plain decoding: th
 _TRIAL, _TRIAL_BELOW = 4, 0.8  # one round's luck does not end what has hardly begun, unless it is hopeless
 _PRIOR_GAIN = 0.3  # first node's hit probability before anything is known: modest, as of weak heads
 _HOPED_GAIN = 0.6  # the same of a fitted proposer; where even this would not pay, a probe could change nothing
-_UNKNOWN_NODES = 4  # most nodes of a round while little is known, and of a probe
+_UNKNOWN_NODES = 4  # most nodes of a sequence while little is known, and in a probe
 _PARTS = 4  # of the ranked nodes of S sequences, the first S are the best, and their first quarter far better
 _KNOWN_AFTER = 8  # observed sequence-rounds
 _MEMORY = 48.0  # sequence-rounds after which an observation counts 1/e ..
@@ -203,7 +203,7 @@ class Planner:
             self._plain_rounds = self._probe_every if paid else 0
 
     def refreshed(self) -> None:
-        """The proposer has been taught: it is tried at once, like a fitted one that nothing is known of."""
+        """It is tried at once, like a fitted proposer that nothing is known of."""
         self._begin(_HOPED_GAIN)
 
     def _compare(self, running: int, speculative: bool, proposed: int, seconds: float) -> None:

@@ -14,13 +14,12 @@ from specroll.config import TrainConfig
 class Options(TrainConfig):
     """Train a model with GRPO on exact speculative rollouts.
 
-    A run lives in a folder: options, one record per step, checkpoints, the trained adapter and the heads. Ctrl-C saves
-    it;
-    --resume FOLDER goes on exactly where it stopped.
+    A run lives in a folder: options, one record per step, checkpoints, the trained adapter and the heads.
+    Ctrl-C saves it; --resume FOLDER goes on exactly where it stopped.
     """
 
     resume: Path | None = None
-    """Go on with the run in this folder, with its own options."""
+    """Go on with the run in this folder, with its own options (only --steps may be given anew)."""
     json: Path | None = None
     """Write the summary to this file as well (keys: docs/commands.md)."""
 

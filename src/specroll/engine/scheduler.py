@@ -62,7 +62,7 @@ class Running:
 class PromptState:
     """What a prompt's pass left behind, kept until its last waiting request is admitted."""
 
-    kv: Tensor  # [layer, P, 2, head, width]
+    kv: Tensor  # [layer, 2, head, P, width]
     logits_V: Tensor
     hidden_H: Tensor
     waiting: int

@@ -36,7 +36,7 @@ class CacheShape:
 def check_fits(shape: CacheShape, slots: int, length: int, row_bytes: int, rows_per_slot: int) -> None:
     """Raise `DoesNotFitError` if slots of `length` tokens and the logits of one round exceed the free memory.
 
-    `row_bytes` is what one packed row needs besides (its logits and their sorted copies).
+    `row_bytes` is what one packed row needs besides (its logits and the copies made while drawing).
     """
     per_slot = shape.bytes_per_token * (length + 1) + row_bytes * rows_per_slot
     free = int(free_bytes(shape.device) * 0.9)

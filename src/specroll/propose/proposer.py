@@ -40,7 +40,7 @@ class _Products(NamedTuple):
 
 
 class HeadsProposer:
-    """The heads as a `types.Proposer`: candidates of all horizons for all sequences at once, with calibrated hits.
+    """The heads as a `types.Proposer`: candidates of all horizons, for all sequences together, with calibrated hits.
 
     `ranking="noise"` scores a candidate by s log q + g, with the noise g that the target's own draw at that position
     will use and the heads' sharpness s; "probability" by log q alone, as does temperature 0. Weights are made ready at

@@ -73,7 +73,10 @@ def replay(responses: Sequence[Response], surface: Surface, budget: BudgetRule, 
 
 
 class _Waves:
-    """Requests that wait, those of equal prompts side by side, as the scheduler admits them."""
+    """Requests that wait, those of equal prompts side by side, in order of first appearance.
+
+    The engine does the same until it knows how long a prompt's responses are, and then begins with the longest.
+    """
 
     def __init__(self, responses: Sequence[Response]) -> None:
         groups: dict[int, list[Response]] = {}

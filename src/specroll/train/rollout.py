@@ -51,7 +51,8 @@ class SpecRollout:
         engine_config: how many responses run at once.
         budget: how many nodes a round may verify.
 
-    The trainer's logs gain `specroll/tokens_per_second`, `specroll/tokens_per_round` and `specroll/acceptance`.
+    The trainer's logs gain `specroll/tokens_per_second`, `specroll/tokens_per_round` and `specroll/acceptance`, and where
+    heads have learned `specroll/learning_seconds`.
     """
 
     def __init__(
