@@ -36,7 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "verify": _LAW,
     "budget": _LAW | {"files"},
     "model": _NOUNS | {"tree", "device"},
-    "propose": _PARTS | {"files"},
+    "reflex": _NOUNS,
+    "propose": _PARTS | {"files", "reflex"},
     "engine": _PARTS,
     "build": _ENGINE | {"propose"},
     "oracle": {"noise", "types"},  # the outside witness: the more of ours it used, the less it would prove

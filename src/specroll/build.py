@@ -63,7 +63,7 @@ def build_engine(
     if heads is not None:
         causal = engine.target.causal
         ready = heads if isinstance(heads, FutureHeads) else load_heads(heads, causal)
-        engine.proposer = HeadsProposer(ready, causal, ranking=engine.budget.ranking)
+        engine.proposer = HeadsProposer(ready, causal, ranking=engine.budget.ranking, reflex=engine.budget.reflex)
     return engine
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 BudgetRuleName = Literal["optimal", "paper"]
+ReflexName = Literal["associative", "off"]
 HeadsSee = Literal["path", "root", "state"]
 
 
@@ -20,6 +21,11 @@ def _at_least(least: int, **values: int | None) -> None:
 def _known_rule(rule: str) -> None:
     if rule not in get_args(BudgetRuleName):
         raise ValueError(f"a budget's rule is one of {', '.join(get_args(BudgetRuleName))}, got {rule!r}")
+
+
+def _known_reflex(reflex: str) -> None:
+    if reflex not in get_args(ReflexName):
+        raise ValueError(f"reflex is one of {', '.join(get_args(ReflexName))}, got {reflex!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +70,13 @@ class BudgetConfig:
     ranking: Literal["noise", "probability"] = "noise"
     """Rank candidates by s log q + g, with the noise g that the target will use, or by q alone."""
 
+    reflex: ReflexName = "associative"
+    """associative: the trajectory's own tokens correct what heads propose next; off: heads alone."""
+
     def __post_init__(self) -> None:
         _at_least(0, max_nodes=self.max_nodes, fixed_nodes=self.fixed_nodes)
         _known_rule(self.rule)
+        _known_reflex(self.reflex)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,6 +106,8 @@ class Features:
     sample_S: Tensor  # int64
     position_S: Tensor  # int64, the root's position in its sequence
     sampling: SamplingParams  # the law of this rollout: its seed and temperature serve noise-ranked proposals
+    past_SL: Tensor | None = None
+    """int64, tokens of prompt and response by position, the root's included; what lies behind it is undefined."""
 
 
 @dataclass(frozen=True, slots=True)

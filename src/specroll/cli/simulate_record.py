@@ -117,7 +117,7 @@ def _engine(options: Options) -> tuple[Engine, int, int]:
         engine = build_engine(options.model, dtype=options.dtype, max_nodes=options.nodes)
     causal = engine.target.causal
     heads = load_heads(options.heads, causal) if options.heads else FutureHeads.for_model(causal)
-    engine.proposer = HeadsProposer(heads, causal, ranking=engine.budget.ranking)
+    engine.proposer = HeadsProposer(heads, causal, ranking=engine.budget.ranking, reflex=engine.budget.reflex)
     vocabulary_V = heads.vocabulary_V
     return engine, heads.horizons, heads.vocab_size if vocabulary_V is None else vocabulary_V.numel()
 

@@ -73,7 +73,9 @@ def propose_seconds(target: HFTarget, proposer: Proposer, sampling: SamplingPara
 def _least_propose(target: HFTarget, proposer: Proposer, sampling: SamplingParams, running: int) -> float:
     hidden = torch.randn(running, target.hidden_size, device=target.device).to(target.causal.dtype)
     index = torch.arange(running, device=target.device)
-    features = Features(hidden, index % target.vocab_size, index, index + 1, sampling)
+    past = torch.arange(running * BASE_CONTEXT, device=target.device).view(running, -1) % target.vocab_size
+    position = torch.full_like(index, BASE_CONTEXT - 1)
+    features = Features(hidden, past[:, -1], index, position, sampling, past)
     times = []
     for _ in range(1 + _PROPOSE_REPEATS):
         start = time.perf_counter()

@@ -37,6 +37,13 @@ class Running:
         """Tokens whose keys and values are in the slot: all but the root. Also the root's position."""
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
+    def tokens_from(self, position: int) -> Sequence[int]:
+        """Tokens of prompt and response from a position on, the root included."""
+        prompt = self.request.prompt_ids
+        if position >= len(prompt):
+            return self.token_ids[position - len(prompt) :]
+        return [*prompt[position:], *self.token_ids]
+
     def append(self, rows: list[tuple[int, float, float, float]]) -> None:
         """Emit (token, raw log-probability, processed log-probability, kept mass) for each new token."""
         for token, raw, processed, kept in rows:

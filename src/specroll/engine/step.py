@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from specroll.budget import BudgetRule
 from specroll.config import EngineConfig
 from specroll.device import to_host
+from specroll.engine.past import Past
 from specroll.engine.scheduler import Running, Scheduler
 from specroll.model.target import HFTarget
 from specroll.sampling import draw, process
@@ -92,6 +93,8 @@ class Session:
     ) -> tuple[list[Completion], list[RoundStats]]:
         self.scheduler = Scheduler(requests, slots, self.config.prefill_tokens, expected)
         self.completions = [None] * len(requests)
+        assert self.target.cache is not None
+        self.past = Past(slots, self.target.cache.length, self.target.device)
         while self.scheduler:
             watch = Stopwatch()
             self._admit()
@@ -136,7 +139,7 @@ class Session:
         most = self.planner.nodes(running, context) if self.planner is not None else 0
         if not most or self.planner is None or self.proposer is None:
             return None, roots(features.root_S), None
-        draft = self.proposer.propose(features)
+        draft = self.proposer.propose(replace(features, past_SL=self.past.of(self.scheduler.running)))
         ranked = rank(draft, features.root_S, most, self.planner.each)
         return draft, ranked.plant(self.planner.cut(running, ranked.gain)), ranked.gain
 

@@ -20,9 +20,11 @@ from transformers import PreTrainedModel
 
 from specroll import noise
 from specroll.budget.calibrate import HitCalibrator
+from specroll.config import ReflexName
 from specroll.model.linear import pack
 from specroll.propose.heads import FutureHeads, rms_norm
 from specroll.propose.readout import Readout, embed, output_layer
+from specroll.reflex import AssociativeMemory, Recall
 from specroll.types import Draft, Features, Tree, Verdict
 
 _SETTLED, _EVERY = 256, 4
@@ -57,6 +59,7 @@ class HeadsProposer:
         *,
         ranking: Literal["noise", "probability"] = "noise",
         candidates: int = 16,
+        reflex: ReflexName = "associative",
     ) -> None:
         if ranking not in ("noise", "probability"):
             raise ValueError(f"ranking must be 'noise' or 'probability', got {ranking!r}")
@@ -67,7 +70,7 @@ class HeadsProposer:
                 f"these heads are for a vocabulary of {heads.vocab_size} and width {heads.hidden_size}, the model has "
                 f"{model_sizes[0]} and {model_sizes[1]}: fit heads to this model"
             )
-        self.heads, self.model, self.ranking, self.candidates = heads, model, ranking, candidates
+        self.heads, self.model, self.ranking, self.candidates, self.reflex = heads, model, ranking, candidates, reflex
         self.horizons = heads.horizons
         self.version = 0
         self.calibrator = self._fresh_calibrator()
@@ -92,6 +95,9 @@ class HeadsProposer:
         self._word_V = self._embedding_VH = None
         if vocabulary_V is not None:  # of few tokens it pays to know at once what is asked for in every round
             self._word_V, self._embedding_VH = noise.token_words(vocabulary_V), self._embed(vocabulary_V)
+        self._memory: AssociativeMemory | None = None
+        if self.reflex == "associative":
+            self._memory = AssociativeMemory(self.heads.vocab_size, vocabulary_V, self.heads.first_KFI.device)
         self._products: _Products | None = None
         self._rounds = 0  # observed since
 
@@ -105,13 +111,19 @@ class HeadsProposer:
     @torch.no_grad()
     def propose(self, features: Features) -> Draft:
         noisy = self.ranking == "noise" and features.sampling.temperature > 0
-        token_SKC, score_SKC = self.best(features.hidden_SH, features.root_S, self._noise(features) if noisy else None)
+        recall = None
+        if self._memory is not None and features.past_SL is not None:
+            recall = self._memory.recall(features.past_SL, features.position_S)
+        noise_SKV = self._noise(features) if noisy else None
+        token_SKC, score_SKC = self.best(features.hidden_SH, features.root_S, noise_SKV, recall)
         return Draft(token_SKC, score_SKC, *self.calibrator.hit(score_SKC))
 
-    def best(self, hidden_SH: Tensor, root_S: Tensor, noise_SKV: Tensor | None) -> tuple[Tensor, Tensor]:
+    def best(
+        self, hidden_SH: Tensor, root_S: Tensor, noise_SKV: Tensor | None, recall: Recall | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The candidates of every horizon, best first, and their scores: FutureHeads.forward along the best path.
 
-        `noise_SKV` is that of the draft vocabulary; None ranks by the heads' own logits.
+        `noise_SKV` is that of the draft vocabulary; None ranks by logits alone. `recall` corrects the heads' logits.
         """
         products, heads, state_SH = self._prepared(), self.heads, hidden_SH.float()
         shared_SX = [rms_norm(state_SH)] + ([self._embed(root_S)] if heads.path_length(0) else [])
@@ -125,14 +137,23 @@ class HeadsProposer:
             inner_SkF = F.silu(inner_SkF)
             steps_k = [second(inner_SkF[:, i]) for i, second in enumerate(products.second_K[stage])]
             score_SkV = self._readout.finish(products.readout(state_SH[:, None] + torch.stack(steps_k, dim=1)))
+            if recall is not None:
+                for ahead, score_SV in enumerate(score_SkV.unbind(1)):
+                    recall.correct_(score_SV, ahead)
             if noise_SKV is not None:
                 score_SkV = add_noise(score_SkV, noise_SKV[:, stage], heads.sharpness_K[stage])
             score_SkC, index_SkC = score_SkV.topk(min(self.candidates, score_SkV.shape[-1]), dim=-1)
             found.append((index_SkC, score_SkC))
             if stage.stop < self.horizons:
                 drafted_SX.append(self._drafted(index_SkC[:, 0, 0]))
+                if recall is not None:
+                    recall.follow(self._token(index_SkC[:, 0, 0]))
         index_SKC, score_SKC = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-        return index_SKC if heads.vocabulary_V is None else heads.vocabulary_V[index_SKC], score_SKC
+        return self._token(index_SKC), score_SKC
+
+    def _token(self, index: Tensor) -> Tensor:
+        """Token ids of places in the draft vocabulary."""
+        return index if self.heads.vocabulary_V is None else self.heads.vocabulary_V[index]
 
     def _embed(self, token_S: Tensor) -> Tensor:
         return rms_norm(embed(self.model, token_S).float())

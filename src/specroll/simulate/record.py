@@ -79,12 +79,14 @@ def _features(
 ) -> Features:
     """What the proposer would have seen with `emitted` tokens of each response drawn."""
     root = emitted - 1
+    texts = [torch.cat((torch.tensor(r.prompt_ids), t.token_T[:emitted])) for r, t in zip(requests, some, strict=True)]
     return Features(
         hidden_SH=torch.stack([t.hidden_TH[root] for t in some]).to(device),
         root_S=torch.stack([t.token_T[root] for t in some]).to(device),
         sample_S=torch.tensor([r.sample for r in requests], device=device),
         position_S=torch.tensor([len(r.prompt_ids) + root for r in requests], device=device),
         sampling=sampling,
+        past_SL=torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(device),
     )
 
 

@@ -148,7 +148,7 @@ class SpecRollout:
                 return  # until they have learned something, decoding is plain and costs nothing more
         else:
             heads = source if isinstance(source, FutureHeads) else load_heads(source, causal)
-        engine.proposer = HeadsProposer(heads, causal, ranking=self.budget.ranking)
+        engine.proposer = HeadsProposer(heads, causal, ranking=self.budget.ranking, reflex=self.budget.reflex)
 
     def _learn(self, engine: Engine, rollout: Rollout, trainer: GRPOTrainer) -> None:
         """Between rollouts: a new proposer where heads have learned, as its worth and cost are to be found anew."""
@@ -156,7 +156,9 @@ class SpecRollout:
             return
         before = self.learner.seconds
         if self.learner.learn(rollout.seconds):
-            engine.proposer = HeadsProposer(self.learner.heads, engine.target.causal, ranking=self.budget.ranking)
+            engine.proposer = HeadsProposer(
+                self.learner.heads, engine.target.causal, ranking=self.budget.ranking, reflex=self.budget.reflex
+            )
             trainer._metrics["train"]["specroll/learning_seconds"].append(self.learner.seconds - before)
 
     def _samples(self, mode: Mode, trainer: GRPOTrainer, rows: int) -> list[int]:

@@ -1,0 +1,75 @@
+"""Reflex as an associative memory: in contexts like this one, which tokens came next?
+
+The verifier's feedback on a trajectory is the tokens that it drew. Every place j of prompt and response so far is a
+memory: its key is the tokens before it, its value the token x_j. Where the path of a proposal ends in c_1, c_2, ..
+(the last token first), a place weighs as much as its key agrees:
+
+    w_j = 1 + sum_n b_n [x_{j-1} = c_1, .., x_{j-n} = c_n],        logits(v) += lambda * sum_j w_j [x_j = v] / (w_0 + sum_j w_j).
+
+So the correction of a token is at most lambda, and next to nothing where nothing alike was seen: the similarity mass
+is the gate. It knows one trajectory and its prompt, needs no gradient, and is gone when the trajectory ends. Verified
+tokens in, logits out: it knows neither heads nor trees.
+
+Hidden states as keys (the target's own, or its cached values) were tried: with them hits were as often, no oftener.
+
+    S  sequences    L  places of prompt and response    V  draft vocabulary
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+STRENGTH = 7.0
+"""lambda, in nats."""
+RESERVE = 20.0
+"""w_0: how much similarity it takes for half of the strength."""
+AGREEMENT = (40.0, 200.0, 1000.0)
+"""b_n for one, two and three tokens that agree."""
+
+
+class AssociativeMemory:
+    """What draft-vocabulary slots past tokens have. Of one vocabulary; holds nothing of any trajectory."""
+
+    def __init__(self, vocab_size: int, vocabulary_V: Tensor | None, device: torch.device) -> None:
+        """`vocabulary_V`: the token ids that logits are of; None for all."""
+        if vocabulary_V is None:
+            self._slot_of = torch.arange(vocab_size, device=device)
+        else:
+            self._slot_of = torch.full((vocab_size,), -1, device=device)
+            self._slot_of[vocabulary_V] = torch.arange(vocabulary_V.numel(), device=device)
+
+    def recall(self, past_SL: Tensor, position_S: Tensor) -> Recall:
+        """What the sequences' tokens up to their roots at `position_S` say; the path is the root so far."""
+        known_SL = torch.arange(past_SL.shape[1], device=past_SL.device) <= position_S[:, None]
+        slot_SL = self._slot_of[past_SL.where(known_SL, 0)]
+        return Recall(past_SL.where(known_SL, -1), position_S, slot_SL)
+
+
+class Recall:
+    """One round's corrections, along the path that is being drafted."""
+
+    def __init__(self, past_SL: Tensor, position_S: Tensor, slot_SL: Tensor) -> None:
+        """`past_SL` is -1 where nothing is known; `slot_SL` is where a token's logit stands, -1 where it has none."""
+        self._past_SL = past_SL
+        self._counts_SL = (past_SL >= 0).float()
+        self._inside_SL = self._counts_SL * (slot_SL >= 0)
+        self._slot_SL = slot_SL.clamp(min=0)
+        newest = position_S[:, None] - torch.arange(len(AGREEMENT), device=past_SL.device)
+        ends = past_SL.gather(1, newest.clamp(min=0)).where(newest >= 0, -2)
+        self._agrees = [past_SL == end_S[:, None] for end_S in ends.unbind(1)]  # with c_1, c_2, ..
+
+    def follow(self, token_S: Tensor) -> None:
+        """The path goes on with these tokens."""
+        self._agrees = [self._past_SL == token_S[:, None], *self._agrees[:-1]]
+
+    def correct_(self, logits_SV: Tensor, ahead: int = 0) -> Tensor:
+        """Add, in place, what is known of the token `ahead` places behind the one that follows the path."""
+        weight_SL, alike_SL = self._counts_SL, None
+        for n, worth in enumerate(AGREEMENT):
+            agrees_SL = F.pad(self._agrees[n], (1 + n + ahead, 0))[:, : self._past_SL.shape[1]]
+            alike_SL = agrees_SL if alike_SL is None else alike_SL & agrees_SL
+            weight_SL = weight_SL + worth * (alike_SL * self._counts_SL)
+        share_SL = weight_SL / (RESERVE + weight_SL.sum(1, keepdim=True))
+        return logits_SV.scatter_add_(1, self._slot_SL, STRENGTH * self._inside_SL * share_SL)
