@@ -1,4 +1,7 @@
-"""Settings, one small section per room. Imports nothing of specroll; the defaults of engine, heads, budget and training live here."""
+"""Settings, one small section per room, with the defaults of engine, heads, budget and training.
+
+Imports nothing of specroll.
+"""
 
 from __future__ import annotations
 

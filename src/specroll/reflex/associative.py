@@ -4,7 +4,8 @@ The verifier's feedback on a trajectory is the tokens that it drew. Every place 
 memory: its key is the tokens before it, its value the token x_j. Where the path of a proposal ends in c_1, c_2, ..
 (the last token first), a place weighs as much as its key agrees:
 
-    w_j = 1 + sum_n b_n [x_{j-1} = c_1, .., x_{j-n} = c_n],        logits(v) += lambda * sum_j w_j [x_j = v] / (w_0 + sum_j w_j).
+    w_j = 1 + sum_n b_n [x_{j-1} = c_1, .., x_{j-n} = c_n],
+    logits(v) += lambda * sum_j w_j [x_j = v] / (w_0 + sum_j w_j).
 
 So the correction of a token is at most lambda, and next to nothing where nothing alike was seen: the similarity mass
 is the gate. It knows one trajectory and its prompt, needs no gradient, and is gone when the trajectory ends. Verified
@@ -52,24 +53,27 @@ class Recall:
 
     def __init__(self, past_SL: Tensor, position_S: Tensor, slot_SL: Tensor) -> None:
         """`past_SL` is -1 where nothing is known; `slot_SL` is where a token's logit stands, -1 where it has none."""
-        self._past_SL = past_SL
-        self._counts_SL = (past_SL >= 0).float()
-        self._inside_SL = self._counts_SL * (slot_SL >= 0)
+        self._known_SL = (past_SL >= 0).float()
+        self._worth_SL = STRENGTH * self._known_SL * (slot_SL >= 0)
         self._slot_SL = slot_SL.clamp(min=0)
-        newest = position_S[:, None] - torch.arange(len(AGREEMENT), device=past_SL.device)
-        ends = past_SL.gather(1, newest.clamp(min=0)).where(newest >= 0, -2)
-        self._agrees = [past_SL == end_S[:, None] for end_S in ends.unbind(1)]  # with c_1, c_2, ..
+        self._before_SL = F.pad(past_SL, (1, 0), value=-1)[:, :-1]
+        self._weight_X = torch.tensor([1.0, *AGREEMENT], device=past_SL.device).cumsum(0)  # by tokens that agree
+        # How many of the path's last tokens stand before a place; a column of none before the first.
+        self._agree_SL1 = torch.zeros_like(F.pad(past_SL, (1, 0)))
+        for back in reversed(range(len(AGREEMENT))):
+            at_S1 = (position_S - back)[:, None]
+            self.follow(past_SL.gather(1, at_S1.clamp(min=0)).where(at_S1 >= 0, -2).squeeze(1))
 
     def follow(self, token_S: Tensor) -> None:
         """The path goes on with these tokens."""
-        self._agrees = [self._past_SL == token_S[:, None], *self._agrees[:-1]]
+        longer_SL = (self._agree_SL1[:, :-1] + 1).clamp_(max=len(AGREEMENT))
+        self._agree_SL1[:, 1:] = longer_SL.mul_(self._before_SL == token_S[:, None])
 
     def correct_(self, logits_SV: Tensor, ahead: int = 0) -> Tensor:
         """Add, in place, what is known of the token `ahead` places behind the one that follows the path."""
-        weight_SL, alike_SL = self._counts_SL, None
-        for n, worth in enumerate(AGREEMENT):
-            agrees_SL = F.pad(self._agrees[n], (1 + n + ahead, 0))[:, : self._past_SL.shape[1]]
-            alike_SL = agrees_SL if alike_SL is None else alike_SL & agrees_SL
-            weight_SL = weight_SL + worth * (alike_SL * self._counts_SL)
-        share_SL = weight_SL / (RESERVE + weight_SL.sum(1, keepdim=True))
-        return logits_SV.scatter_add_(1, self._slot_SL, STRENGTH * self._inside_SL * share_SL)
+        agree_SL = self._agree_SL1[:, 1:]
+        if ahead:
+            agree_SL = F.pad(agree_SL, (ahead, 0))[:, :-ahead]
+        weight_SL = self._weight_X[agree_SL].mul_(self._known_SL)
+        total_S1 = weight_SL.sum(1, keepdim=True).add_(RESERVE)
+        return logits_SV.scatter_add_(1, self._slot_SL, weight_SL.mul_(self._worth_SL).div_(total_S1))

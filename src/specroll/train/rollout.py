@@ -51,8 +51,8 @@ class SpecRollout:
         engine_config: how many responses run at once.
         budget: how many nodes a round may verify.
 
-    The trainer's logs gain `specroll/tokens_per_second`, `specroll/tokens_per_round` and `specroll/acceptance`, and where
-    heads have learned `specroll/learning_seconds`.
+    The trainer's logs gain `specroll/tokens_per_second`, `specroll/tokens_per_round` and `specroll/acceptance`, and
+    where heads have learned `specroll/learning_seconds`.
     """
 
     def __init__(
@@ -148,7 +148,11 @@ class SpecRollout:
                 return  # until they have learned something, decoding is plain and costs nothing more
         else:
             heads = source if isinstance(source, FutureHeads) else load_heads(source, causal)
-        engine.proposer = HeadsProposer(heads, causal, ranking=self.budget.ranking, reflex=self.budget.reflex)
+        engine.proposer = self._proposer(heads, engine)
+
+    def _proposer(self, heads: FutureHeads, engine: Engine) -> HeadsProposer:
+        budget = self.budget
+        return HeadsProposer(heads, engine.target.causal, ranking=budget.ranking, reflex=budget.reflex)
 
     def _learn(self, engine: Engine, rollout: Rollout, trainer: GRPOTrainer) -> None:
         """Between rollouts: a new proposer where heads have learned, as its worth and cost are to be found anew."""
@@ -156,9 +160,7 @@ class SpecRollout:
             return
         before = self.learner.seconds
         if self.learner.learn(rollout.seconds):
-            engine.proposer = HeadsProposer(
-                self.learner.heads, engine.target.causal, ranking=self.budget.ranking, reflex=self.budget.reflex
-            )
+            engine.proposer = self._proposer(self.learner.heads, engine)
             trainer._metrics["train"]["specroll/learning_seconds"].append(self.learner.seconds - before)
 
     def _samples(self, mode: Mode, trainer: GRPOTrainer, rows: int) -> list[int]:
