@@ -29,7 +29,7 @@ def some_heads(seed: int = 0) -> FutureHeads:
     """Heads that guess, now right and now wrong, whatever the policy: noise decides much of what is drawn."""
     heads = FutureHeads.for_model(tiny("llama"), seed=seed)
     with torch.no_grad():
-        heads.second_KHF.normal_(std=0.05, generator=torch.Generator().manual_seed(seed))
+        heads.second_BHF.normal_(std=0.05, generator=torch.Generator().manual_seed(seed))
     return heads
 
 

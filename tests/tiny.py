@@ -97,5 +97,5 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_heads() -> FutureHeads:
     """Heads of the tiny Llama that propose something, with a draft vocabulary."""
     heads = FutureHeads.for_model(tiny("llama"), vocabulary=torch.arange(2, 50))
-    torch.nn.init.normal_(heads.second_KHF, std=0.3, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(heads.second_BHF, std=0.3, generator=torch.Generator().manual_seed(0))
     return heads

@@ -38,7 +38,7 @@ def tokens_of(completions: list[Completion]) -> dict[int, list[int]]:
 
 def perturbed_heads(model, **settings) -> HeadsProposer:  # type: ignore[no-untyped-def]
     heads = FutureHeads.for_model(model)
-    torch.nn.init.normal_(heads.second_KHF, std=0.3, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(heads.second_BHF, std=0.3, generator=torch.Generator().manual_seed(0))
     return HeadsProposer(heads, model, **settings)
 
 

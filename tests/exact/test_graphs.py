@@ -120,7 +120,7 @@ def engine_for(model: nn.Module, nodes: int | None, slots: int, record: bool) ->
     proposer = None
     if nodes is not None:
         heads = FutureHeads.for_model(model)  # type: ignore[arg-type]
-        nn.init.normal_(heads.second_KHF, std=0.3, generator=torch.Generator().manual_seed(0))
+        nn.init.normal_(heads.second_BHF, std=0.3, generator=torch.Generator().manual_seed(0))
         proposer = HeadsProposer(heads, model)  # type: ignore[arg-type]
     budget, config = BudgetConfig(fixed_nodes=nodes), EngineConfig(max_running=slots)
     engine = Engine(model, proposer=proposer, budget=budget, config=config)

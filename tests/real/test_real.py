@@ -21,7 +21,7 @@ def heads_of(kind: str, model: PreTrainedModel) -> FutureHeads | None:
         return None
     heads = FutureHeads.for_model(model)
     with torch.no_grad():
-        heads.second_KHF.normal_(generator=torch.Generator().manual_seed(0), std=0.02)
+        heads.second_BHF.normal_(generator=torch.Generator().manual_seed(0), std=0.02)
     return heads
 
 

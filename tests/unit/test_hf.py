@@ -67,7 +67,7 @@ def test_padding_and_grouping_change_nothing(model: PreTrainedModel) -> None:
 def test_heads_change_nothing_but_speed(model: PreTrainedModel, tmp_path: Any) -> None:
     heads = FutureHeads.for_model(model)
     with torch.no_grad():
-        heads.second_KHF.normal_(generator=torch.Generator().manual_seed(0), std=0.2)
+        heads.second_BHF.normal_(generator=torch.Generator().manual_seed(0), std=0.2)
     folder = save_heads(heads, tmp_path / "heads", model)
     engine = build_engine(model, heads=folder, fixed_nodes=5)
     plain = generate(model, do_sample=True, top_k=0, seed=3)

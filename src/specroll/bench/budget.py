@@ -50,7 +50,7 @@ def random_heads(like: FutureHeads, model: PreTrainedModel, seed: int = 0) -> Fu
     heads = FutureHeads.for_model(model, like.config, vocabulary=like.vocabulary_V, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        heads.second_KHF.copy_(_RANDOM_STEP * torch.randn(heads.second_KHF.shape, generator=generator))
+        heads.second_BHF.copy_(_RANDOM_STEP * torch.randn(heads.second_BHF.shape, generator=generator))
     return heads
 
 

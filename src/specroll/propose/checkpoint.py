@@ -21,39 +21,22 @@ Identity = dict[str, int | float | str]
 
 @dataclass(slots=True)
 class Progress:
-    """How many updates were made, and each horizon's best weights so far, with their update and held-out KL."""
+    """How many updates were made, and the best weights so far, with their update and held-out KL by horizon."""
 
     update: int
     first_kl_K: Tensor
     best_kl_K: Tensor
-    best_update_K: Tensor
-    best_first_KFI: Tensor
-    best_second_KHF: Tensor
+    best_update: int
+    best: dict[str, Tensor]
 
     @classmethod
     def fresh(cls, heads: FutureHeads, kl_K: Tensor) -> Progress:
-        return cls(
-            update=0,
-            first_kl_K=kl_K.clone(),
-            best_kl_K=kl_K.clone(),
-            best_update_K=torch.zeros(heads.horizons, dtype=torch.int64),
-            best_first_KFI=heads.first_KFI.detach().clone(),
-            best_second_KHF=heads.second_KHF.detach().clone(),
-        )
+        return cls(update=0, first_kl_K=kl_K.clone(), best_kl_K=kl_K.clone(), best_update=0, best=_weights(heads))
 
     def consider(self, heads: FutureHeads, kl_K: Tensor) -> None:
-        """Remember the present weights of every horizon whose KL is lower than ever, or that nothing can judge."""
-        better_K = (kl_K < self.best_kl_K) | self.first_kl_K.isnan()
-        self.best_kl_K = kl_K.where(better_K, self.best_kl_K)
-        self.best_update_K = self.best_update_K.masked_fill(better_K, self.update)
-        chosen_K = better_K.to(self.best_first_KFI.device)
-        self.best_first_KFI[chosen_K] = heads.first_KFI.detach()[chosen_K]
-        self.best_second_KHF[chosen_K] = heads.second_KHF.detach()[chosen_K]
-
-    def to(self, device: torch.device) -> Progress:
-        self.best_first_KFI = self.best_first_KFI.to(device)
-        self.best_second_KHF = self.best_second_KHF.to(device)
-        return self
+        """Remember the present weights if their mean KL is lower than ever, or if nothing can judge them."""
+        if self.first_kl_K.isnan().all() or bool(kl_K.nanmean() < self.best_kl_K.nanmean()):
+            self.best_kl_K, self.best_update, self.best = kl_K.clone(), self.update, _weights(heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +64,12 @@ def write_checkpoint(
 ) -> None:
     """Replace `path` (its folder is made if need be)."""
     tensors = {f"progress.{name}": getattr(progress, name) for name in _PROGRESS}
+    tensors |= {f"best.{name}": weight for name, weight in progress.best.items()}
     for name, parameter in heads.named_parameters():
         tensors[f"heads.{name}"] = parameter.detach()
         tensors |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = {"fit": json.dumps({"identity": identity, "update": progress.update})}
+    header = {"fit": json.dumps({"identity": identity, "update": progress.update, "best_update": progress.best_update})}
     write_atomic(path, save_tensors({name: t.cpu().contiguous() for name, t in tensors.items()}, metadata=header))
 
 
@@ -102,7 +86,9 @@ def read_checkpoint(path: Path, identity: Identity) -> Checkpoint | None:
     try:
         tensors = load_tensors(payload)
         saved = json.loads(_metadata(payload)["fit"])
-        progress = Progress(saved["update"], *(tensors[f"progress.{name}"] for name in _PROGRESS))
+        best = {name.removeprefix("best."): weight for name, weight in tensors.items() if name.startswith("best.")}
+        kl = (tensors[f"progress.{name}"] for name in _PROGRESS)
+        progress = Progress(saved["update"], *kl, best_update=saved["best_update"], best=best)
     except (SafetensorError, KeyError, ValueError, struct.error) as error:
         raise ValueError(f"{path} is not a usable checkpoint of a fit ({error}); delete it to start anew") from error
     differs = sorted(key for key in identity if saved["identity"].get(key) != identity[key])
@@ -113,7 +99,11 @@ def read_checkpoint(path: Path, identity: Identity) -> Checkpoint | None:
     return Checkpoint(progress, tensors)
 
 
-_PROGRESS = ("first_kl_K", "best_kl_K", "best_update_K", "best_first_KFI", "best_second_KHF")
+_PROGRESS = ("first_kl_K", "best_kl_K")
+
+
+def _weights(heads: FutureHeads) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in heads.named_parameters()}
 
 
 def _metadata(payload: bytes) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Teach heads the policy's own responses: horizon k learns the target's law k places after the root.
 
 Only the heads move; the target's lm_head and embedding are read. The targets are soft: KL(law || head) over the draft
-vocabulary. Whole trajectories are held out, and each horizon keeps the weights that did best on them, the ones it came
+vocabulary. Whole trajectories are held out, and the heads keep the weights that did best on them, the ones they came
 with included. An interrupted fit goes on from its checkpoint and ends with the same weights as one that was not.
 
     P  positions    B  positions of a batch    K  horizons    H  hidden width    V  draft vocabulary
@@ -52,8 +52,8 @@ class FitProgress:
 class FitReport:
     """What a fit came to. Before and after are on the held-out trajectories (on the others if none was held out).
 
-    `accepted_*` maps a number of nodes to accepted tokens per round, estimated teacher-forced. `kept_update_K` says
-    which update made each horizon's kept weights: 0 is those that it came with. `note` tells what went wrong.
+    `accepted_*` maps a number of nodes to accepted tokens per round, estimated teacher-forced. `kept_update` says
+    which update made the weights that were kept: 0 is those that they came with. `note` tells what went wrong.
     """
 
     updates: int
@@ -65,7 +65,7 @@ class FitReport:
     kl_after_K: list[float]
     accepted_before: dict[int, float]
     accepted_after: dict[int, float]
-    kept_update_K: list[int]
+    kept_update: int
     sharpness_K: list[float]
     seconds: float
     note: str | None
@@ -123,7 +123,7 @@ def fit(
         kl_after_K=best.best_kl_K.tolist(),
         accepted_before=accepted_before,
         accepted_after=accepted_after,
-        kept_update_K=best.best_update_K.tolist(),
+        kept_update=best.best_update,
         sharpness_K=heads.sharpness_K.tolist(),
         seconds=time.monotonic() - began,
         note=note or _regress_note(best),
@@ -176,7 +176,7 @@ class _Fit:
         if saved is None:
             self.progress = Progress.fresh(self.heads, judge.kl(self.heads))
         else:
-            self.progress = saved.progress.to(self.heads.first_KFI.device)
+            self.progress = saved.progress
             saved.restore(self.heads, self.optimizer)
 
     def run(
@@ -204,10 +204,10 @@ class _Fit:
         return None
 
     def keep_best(self) -> None:
-        """Give each horizon the weights that did best; the heads' own optimiser state ends here."""
+        """Give the heads the weights that did best; their optimiser's state ends here."""
         with torch.no_grad():
-            self.heads.first_KFI.copy_(self.progress.best_first_KFI)
-            self.heads.second_KHF.copy_(self.progress.best_second_KHF)
+            for name, parameter in self.heads.named_parameters():
+                parameter.copy_(self.progress.best[name])
 
     def _update(self, update: int) -> Tensor:
         """One step; returns the batch's KL per horizon. The weights stay as they are when it is not finite."""
@@ -235,7 +235,7 @@ class _Fit:
         return loss_K
 
     def _dropout(self, update: int) -> Callable[[Tensor], Tensor]:
-        generator = torch.Generator(self.heads.first_KFI.device).manual_seed((self.seed << 20) + update)
+        generator = torch.Generator(self.heads.first_BFI.device).manual_seed((self.seed << 20) + update)
 
         def drop(inner_BF: Tensor) -> Tensor:
             kept_BF = torch.empty_like(inner_BF).bernoulli_(1 - DROPOUT, generator=generator)
@@ -260,8 +260,6 @@ def _schedule(update: int, updates: int) -> float:
 
 
 def _regress_note(progress: Progress) -> str | None:
-    judged_K = progress.first_kl_K.isfinite() & (progress.best_update_K == 0)
-    stuck = [str(k + 1) for k, kept in enumerate(judged_K.tolist()) if kept]
-    if not stuck:
+    if progress.best_update or progress.first_kl_K.isnan().all():
         return None
-    return f"horizon {', '.join(stuck)}: no update did better on held-out responses, so the weights before are kept"
+    return "no update did better on held-out responses, so the weights before are kept"

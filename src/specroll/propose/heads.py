@@ -1,17 +1,18 @@
-"""Future-token heads: K small residual blocks that see the target's last hidden state and share its frozen lm_head.
+"""Future-token heads: K small residual steps that share the target's frozen lm_head.
 
-Horizon k = 1..K predicts the token k places after the root t_0, knowing the path t_0 .. t_{k-1} that leads there:
+Horizon k = 1..K predicts the token k places after the root t_0, knowing the path t_0 .. t_{k-1} that leads there: the
+step before left a state z_{k-1} (z_0 is the target's own last state h), the path adds its latest token,
 
-    z_k = h + B_k SiLU(A_k [norm(h), norm(E(t_0)), .., norm(E(t_{k-1}))]),
+    z_k = z_{k-1} + B SiLU(A [norm(z_{k-1}), norm(E(t_{k-1}))] + b_k),        logits_k = lm_head(z_k),
 
-with B = 0 at the start, so an untrained head equals the target's own state. Heads may also see
-only the root, or only the state (the paper's).
+with one A and B for all steps, and B = 0 at the start, so an untrained head equals the target's own state. Heads may
+also see the root alone, or the state alone (the paper's): each then has its own A and B, and starts from h.
 
 How heads learn is `fit`'s matter, how they propose `proposer`'s, how they are kept on disk `store`'s.
 
-    S  sequences or positions    K  horizons          J  tokens of a path
-    H  hidden width              F  a head's width    I  what the last horizon's first layer sees
-    V  draft vocabulary
+    S  sequences or positions    K  horizons          B  blocks: 1 where steps share it, else K
+    H  hidden width              F  a head's width    I  what a block sees: the state, and a token
+    J  tokens of a path          V  draft vocabulary
 """
 
 from __future__ import annotations
@@ -47,14 +48,13 @@ class FutureHeads(nn.Module):
         config = config or HeadsConfig()
         self.config = config
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        width = hidden_size * config.width_factor
-        first_KFI = torch.zeros(config.horizons, width, self.seen(config.horizons - 1))
+        blocks = 1 if self.shares else config.horizons
+        width, seen = hidden_size * config.width_factor, hidden_size * (1 if config.sees == "state" else 2)
         generator = torch.Generator().manual_seed(seed)
-        for k in range(config.horizons):  # what a horizon does not see stays zero
-            bound = self.seen(k) ** -0.5
-            first_KFI[k, :, : self.seen(k)].uniform_(-bound, bound, generator=generator)
-        self.first_KFI = nn.Parameter(first_KFI)
-        self.second_KHF = nn.Parameter(torch.zeros(config.horizons, hidden_size, width))
+        first_BFI = torch.empty(blocks, width, seen).uniform_(-(seen**-0.5), seen**-0.5, generator=generator)
+        self.first_BFI = nn.Parameter(first_BFI)
+        self.bias_KF = nn.Parameter(torch.zeros(config.horizons, width))
+        self.second_BHF = nn.Parameter(torch.zeros(blocks, hidden_size, width))
         self.register_buffer("vocabulary_V", None)
         self.register_buffer("calibration_2PK", None)
         self.register_buffer("sharpness_K", torch.ones(config.horizons))
@@ -81,7 +81,7 @@ class FutureHeads(nn.Module):
     @property
     def trained(self) -> bool:
         """Whether any head has left its zero start. Asks the device: not for use inside a round."""
-        return bool(self.second_KHF.detach().any())
+        return bool(self.second_BHF.detach().any())
 
     def use_vocabulary(self, vocabulary: Tensor | None) -> None:
         """Propose only tokens of `vocabulary` (any order, repeats allowed); None proposes from all."""
@@ -94,15 +94,17 @@ class FutureHeads(nn.Module):
                 f"a draft vocabulary needs at least one token, all in [0, {self.vocab_size}); got "
                 f"{vocabulary_V.numel()} tokens. Was it collected with another tokenizer?"
             )
-        self.vocabulary_V = vocabulary_V.to(self.first_KFI.device)
+        self.vocabulary_V = vocabulary_V.to(self.first_BFI.device)
 
-    def path_length(self, k: int) -> int:
-        """How many tokens of its path horizon index k sees (`k` from 0), the root being the first."""
-        return {"state": 0, "root": 1, "path": k + 1}[self.config.sees]
+    @property
+    def shares(self) -> bool:
+        """Whether all steps are one block, each going on from the state that the one before left."""
+        return self.config.sees == "path"
 
-    def seen(self, k: int) -> int:
-        """The width of what horizon index k sees: the state and its path."""
-        return self.hidden_size * (1 + self.path_length(k))
+    @property
+    def path_length(self) -> int:
+        """How many tokens of a path the heads see, the root being the first."""
+        return {"state": 0, "root": 1, "path": self.horizons}[self.config.sees]
 
     def forward(
         self, hidden_SH: Tensor, path_SJH: Tensor, drop: Callable[[Tensor], Tensor] = lambda inner: inner
@@ -111,16 +113,19 @@ class FutureHeads(nn.Module):
 
         Args:
             hidden_SH: the state that drew the root.
-            path_SJH: embeddings of the path's tokens, the root first; at least as many as the last horizon sees.
-            drop: applied to each head's inner activations (dropout, while it learns).
+            path_SJH: embeddings of the path's tokens, the root first: `path_length` of them or more.
+            drop: applied to each step's inner activations (dropout, while it learns).
         """
-        inputs_SI = torch.cat((rms_norm(hidden_SH.float()), rms_norm(path_SJH.float()).flatten(1)), dim=-1)
-        steps_K = []
+        state_SH = hidden_SH.float()
+        latest_JSH = rms_norm(path_SJH.float()).unbind(1)[: self.path_length]
+        states_K: list[Tensor] = []
         for k in range(self.horizons):
-            seen = self.seen(k)
-            inner_SF = drop(F.silu(F.linear(inputs_SI[:, :seen], self.first_KFI[k, :, :seen])))
-            steps_K.append(F.linear(inner_SF, self.second_KHF[k]))
-        return hidden_SH.float().unsqueeze(1) + torch.stack(steps_K, dim=1)
+            before_SH = states_K[-1] if self.shares and states_K else state_SH
+            seen_SI = torch.cat((rms_norm(before_SH), *latest_JSH[k if self.shares else 0 :][:1]), dim=-1)
+            block = 0 if self.shares else k
+            inner_SF = drop(F.silu(F.linear(seen_SI, self.first_BFI[block], self.bias_KF[k])))
+            states_K.append(before_SH + F.linear(inner_SF, self.second_BHF[block]))
+        return torch.stack(states_K, dim=1)
 
 
 def rms_norm(x_SH: Tensor) -> Tensor:

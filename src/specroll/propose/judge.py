@@ -114,7 +114,7 @@ class Judge:
 
     def _drafts(self, proposer: HeadsProposer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Chunks of positions, and the candidates and their scores there: [B], twice [B, K, C], on the CPU."""
-        device = proposer.heads.first_KFI.device
+        device = proposer.heads.first_BFI.device
         for position_B, noise_BKV in self._ahead(proposer.heads):
             token_BKC, score_BKC = proposer.best(
                 self.samples.hidden_PH[position_B].to(device),
@@ -165,9 +165,9 @@ def states(
     drop: Callable[[Tensor], Tensor] = lambda inner: inner,
 ) -> Tensor:
     """The heads' states z at positions of `samples`, along the paths that were drawn: [B, K, H] on their device."""
-    device = heads.first_KFI.device
+    device = heads.first_BFI.device
     ahead_BK, _ = samples.ahead(position_B, heads.horizons)
-    path_BJ = torch.cat((position_B[:, None], ahead_BK), dim=1)[:, : heads.path_length(heads.horizons - 1)]
+    path_BJ = torch.cat((position_B[:, None], ahead_BK), dim=1)[:, : heads.path_length]
     path_BJH = embed(model, samples.token_P[path_BJ].to(device))
     return heads(samples.hidden_PH[position_B].to(device), path_BJH, drop)
 

@@ -1,6 +1,6 @@
 """Proposals of future-token heads: candidates of every horizon, made horizon by horizon along the best path.
 
-Each horizon knows the best candidates of those before it, so it waits for them; heads that do not see the path are done
+Each horizon knows the best candidate of the one before it, so it waits for it; heads that do not see the path are done
 all at once. Whether candidates were right is decided elsewhere.
 
     S  sequences       K  horizons, k some of them    C  candidates    X  several things side by side
@@ -35,9 +35,8 @@ class _Products(NamedTuple):
     """The heads' layers and the draft rows of lm_head, made ready for one-row products; of one state of the weights."""
 
     stamp: tuple[int, ...]
-    first: Callable[[Tensor], Tensor]  # of all horizons, on what they see alike: the state and the root
-    path_K: list[Callable[[Tensor], Tensor] | None]  # on the tokens drafted since
-    second_K: list[Callable[[Tensor], Tensor]]
+    first_B: list[Callable[[Tensor], Tensor]]
+    second_B: list[Callable[[Tensor], Tensor]]
     readout: Callable[[Tensor], Tensor]
 
 
@@ -97,7 +96,7 @@ class HeadsProposer:
             self._word_V, self._embedding_VH = noise.token_words(vocabulary_V), self._embed(vocabulary_V)
         self._memory: AssociativeMemory | None = None
         if self.reflex == "associative":
-            self._memory = AssociativeMemory(self.heads.vocab_size, vocabulary_V, self.heads.first_KFI.device)
+            self._memory = AssociativeMemory(self.heads.vocab_size, vocabulary_V, self.heads.first_BFI.device)
         self._products: _Products | None = None
         self._rounds = 0  # observed since
 
@@ -105,7 +104,7 @@ class HeadsProposer:
         heads = self.heads
         self._calibration_2PK = heads.calibration_2PK
         return HitCalibrator(
-            self.horizons, trained=heads.trained, device=heads.first_KFI.device, measured_2PK=heads.calibration_2PK
+            self.horizons, trained=heads.trained, device=heads.first_BFI.device, measured_2PK=heads.calibration_2PK
         )
 
     @torch.no_grad()
@@ -126,17 +125,11 @@ class HeadsProposer:
         `noise_SKV` is that of the draft vocabulary; None ranks by logits alone. `recall` corrects the heads' logits.
         """
         products, heads, state_SH = self._prepared(), self.heads, hidden_SH.float()
-        shared_SX = [rms_norm(state_SH)] + ([self._embed(root_S)] if heads.path_length(0) else [])
-        shared_SKF = products.first(torch.cat(shared_SX, -1)).unflatten(-1, (self.horizons, -1))
-        drafted_SX: list[Tensor] = []
+        latest = [self._embed(root_S)] if heads.path_length else []
         found: list[tuple[Tensor, Tensor]] = []
         for stage in self._stages():
-            inner_SkF, path = shared_SKF[:, stage], products.path_K[stage.start]
-            if path is not None:
-                inner_SkF = inner_SkF + path(torch.cat(drafted_SX, -1))[:, None]
-            inner_SkF = F.silu(inner_SkF)
-            steps_k = [second(inner_SkF[:, i]) for i, second in enumerate(products.second_K[stage])]
-            score_SkV = self._readout.finish(products.readout(state_SH[:, None] + torch.stack(steps_k, dim=1)))
+            states_k = [self._step(products, k, state_SH, latest) for k in range(stage.start, stage.stop)]
+            score_SkV = self._readout.finish(products.readout(torch.stack(states_k, dim=1)))
             if recall is not None:
                 for ahead, score_SV in enumerate(score_SkV.unbind(1)):
                     recall.correct_(score_SV, ahead)
@@ -145,9 +138,10 @@ class HeadsProposer:
             score_SkC, index_SkC = score_SkV.topk(min(self.candidates, score_SkV.shape[-1]), dim=-1)
             found.append((index_SkC, score_SkC))
             if stage.stop < self.horizons:
-                drafted_SX.append(self._drafted(index_SkC[:, 0, 0]))
+                best_S = index_SkC[:, 0, 0]
+                state_SH, latest = states_k[-1], [self._drafted(best_S)]
                 if recall is not None:
-                    recall.follow(self._token(index_SkC[:, 0, 0]))
+                    recall.follow(self._token(best_S))
         index_SKC, score_SKC = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
         return self._token(index_SKC), score_SKC
 
@@ -162,9 +156,15 @@ class HeadsProposer:
         """`_embed` of what was drafted, by its place in the draft vocabulary."""
         return self._embed(index_S) if self._embedding_VH is None else self._embedding_VH.index_select(0, index_S)
 
+    def _step(self, products: _Products, k: int, state_SH: Tensor, latest: list[Tensor]) -> Tensor:
+        """The state of horizon index k, as `FutureHeads.forward` makes it."""
+        block = 0 if self.heads.shares else k
+        inner_SF = products.first_B[block](torch.cat((rms_norm(state_SH), *latest), -1)) + self.heads.bias_KF[k]
+        return state_SH + products.second_B[block](F.silu(inner_SF))
+
     def _stages(self) -> list[slice]:
         """Horizons that can be done at once: each by itself where it must know what the one before proposes."""
-        if self.heads.config.sees == "path":
+        if self.heads.shares:
             return [slice(k, k + 1) for k in range(self.horizons)]
         return [slice(0, self.horizons)]
 
@@ -188,21 +188,15 @@ class HeadsProposer:
         return noise_NV.unflatten(0, position_SK.shape)
 
     def _prepared(self) -> _Products:
-        first_KFI, second_KHF = self.heads.first_KFI, self.heads.second_KHF
-        stamp = (first_KFI.data_ptr(), first_KFI._version, second_KHF.data_ptr(), second_KHF._version)
+        first_BFI, second_BHF = self.heads.first_BFI, self.heads.second_BHF
+        stamp = (first_BFI.data_ptr(), first_BFI._version, second_BHF.data_ptr(), second_BHF._version)
         if self._products is None or self._products.stamp != stamp:
             self._products = None  # never hold the old packs beside the new
-            dtype, shared = self._readout.row_VH.dtype, self.heads.seen(0)
+            dtype = self._readout.row_VH.dtype
             self._products = _Products(
                 stamp,
-                _product(first_KFI[:, :, :shared].flatten(0, 1), None, dtype),
-                [
-                    _product(first_FI[:, shared : self.heads.seen(k)], None, dtype)
-                    if self.heads.seen(k) > shared
-                    else None
-                    for k, first_FI in enumerate(first_KFI)
-                ],
-                [_product(second_HF, None, dtype) for second_HF in second_KHF],
+                [_product(first_FI, None, dtype) for first_FI in first_BFI],
+                [_product(second_HF, None, dtype) for second_HF in second_BHF],
                 _product(self._readout.row_VH, self._readout.bias_V, dtype),
             )
         return self._products

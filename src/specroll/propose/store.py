@@ -24,7 +24,7 @@ from specroll.files import write_atomic
 from specroll.propose.heads import FutureHeads
 from specroll.propose.readout import input_layer, output_layer
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "heads.json"
 
 
@@ -135,12 +135,13 @@ def load_heads(folder: str | Path, model: PreTrainedModel) -> FutureHeads:
 
 def _what_is_wrong(state: dict[str, Tensor], config: HeadsConfig, model: Fingerprint) -> str | None:
     """Of what no shape of `FutureHeads` checks, or only once it has been allocated."""
-    shape, second = (
-        (config.horizons, model.hidden_size, config.width_factor * model.hidden_size),
-        state.get("second_KHF"),
-    )
+    blocks = 1 if config.sees == "path" else config.horizons
+    shape, second = (blocks, model.hidden_size, config.width_factor * model.hidden_size), state.get("second_BHF")
     if second is None or tuple(second.shape) != shape:
-        return f"no weights of {config.horizons} horizons and width factor {config.width_factor}"
+        return f"no weights of heads that see the {config.sees}, with width factor {config.width_factor}"
+    bias = state.get("bias_KF")
+    if bias is None or tuple(bias.shape) != (config.horizons, shape[2]):
+        return f"no biases of {config.horizons} horizons"
     calibration = state.get("calibration_2PK")
     if calibration is not None and (
         tuple(calibration.shape) != (2, 2, config.horizons) or not bool(calibration.isfinite().all())

@@ -20,6 +20,7 @@ LAUNCH_SECONDS = 10e-6
 HOST_SECONDS = 50e-6
 """Assumed: each time that the host waits for what a round found: once, and once more to rank candidates."""
 _PROPOSING_LAYERS = 4  # launches of a head's two products, lm_head and the ranking, in units of a layer's
+_HEAD_MATRICES = 6  # of width x width: a block's inputs are the state and a token, its inner width is twice the outer
 _CURVE_ROWS = 4096
 # As the engine measures its own curve: rows in trees of four, short prefixes.
 _ROWS_PER_TREE, _CURVE_CONTEXT = 4, 128
@@ -105,14 +106,14 @@ class Roofline:
     def propose(self, running: int) -> float:
         width = self.size.width
         readout = self._pass(min(self.draft_vocabulary, self.size.vocabulary) * width, running)
-        heads = sum(self._pass(_head_matrices(k) * width**2, running) for k in range(self.horizons))
-        return heads + self.horizons * (readout + _PROPOSING_LAYERS * LAUNCH_SECONDS) + HOST_SECONDS
+        head = self._pass(_HEAD_MATRICES * width**2, running)
+        return self.horizons * (head + readout + _PROPOSING_LAYERS * LAUNCH_SECONDS) + HOST_SECONDS
 
     def prefill(self, tokens: int) -> float:
         return self.verify(tokens, 0, 0)
 
     def too_large(self, tokens: int) -> str | None:
-        heads = _BYTES * self.horizons * _head_matrices(self.horizons - 1) * self.size.width**2
+        heads = _BYTES * _HEAD_MATRICES * self.size.width**2
         needed = self.size.kept_bytes + heads + tokens * self.size.kv_bytes
         if needed <= self.device.memory_bytes:
             return None
@@ -126,11 +127,6 @@ class Roofline:
 
     def _read(self, size: float) -> float:
         return size / self.device.bytes_per_second
-
-
-def _head_matrices(k: int) -> int:
-    """What horizon index k reads, in units of width^2: inputs from the state and k + 1 tokens, and an output, twice."""
-    return 2 * (2 + k) + 2
 
 
 @lru_cache

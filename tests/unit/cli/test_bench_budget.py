@@ -125,10 +125,10 @@ def test_the_systems_share_weights_and_slots_and_say_the_same() -> None:
 def test_random_heads_cost_as_much_and_know_nothing() -> None:
     model, heads = tiny("llama"), tiny_heads()
     made = random_heads(heads, model)
-    assert made.second_KHF.shape == heads.second_KHF.shape and made.trained
+    assert made.second_BHF.shape == heads.second_BHF.shape and made.trained
     assert made.vocabulary_V is not None and torch.equal(made.vocabulary_V, heads.vocabulary_V)  # type: ignore[arg-type]
-    assert torch.equal(made.second_KHF, random_heads(heads, model).second_KHF)
-    assert not torch.equal(made.second_KHF, random_heads(heads, model, seed=1).second_KHF)
+    assert torch.equal(made.second_BHF, random_heads(heads, model).second_BHF)
+    assert not torch.equal(made.second_BHF, random_heads(heads, model, seed=1).second_BHF)
 
 
 @pytest.mark.parametrize(

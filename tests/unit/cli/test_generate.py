@@ -31,7 +31,7 @@ def heads_folder(tmp_path: Path) -> Path:
     model = tiny("llama")
     heads = FutureHeads.for_model(model)
     with torch.no_grad():
-        heads.second_KHF.normal_(generator=torch.Generator().manual_seed(1), std=0.1)
+        heads.second_BHF.normal_(generator=torch.Generator().manual_seed(1), std=0.1)
     return save_heads(heads, tmp_path / "heads", model)
 
 

@@ -85,7 +85,7 @@ def test_an_engine_measures_amid_its_first_speculative_rollout_and_changes_no_to
 ) -> None:
     model = tiny("llama")
     heads = FutureHeads.for_model(model)
-    torch.nn.init.normal_(heads.second_KHF, std=0.3, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(heads.second_BHF, std=0.3, generator=torch.Generator().manual_seed(0))
     requests = [Request(prompt_ids=(3, 4, 5 + i), sample=i, max_new_tokens=12) for i in range(3)]
     plain = Engine(model).generate(requests, LAW)
     assert not (tmp_path / "specroll").exists()  # without a proposer there is nothing to decide

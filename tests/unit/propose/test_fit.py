@@ -81,7 +81,7 @@ def test_the_root_teaches_what_the_root_decides(model: LlamaForCausalLM) -> None
     # One node at the law's mode hits with probability 0.8; untrained heads know nothing.
     assert seen.accepted_before[1] < 0.3 < 0.6 < seen.accepted_after[1] <= 1.0
     assert seen.accepted_after[4] > seen.accepted_after[1] + 0.3
-    assert seen.note is None and seen.updates == 60 and min(seen.kept_update_K) > 0
+    assert seen.note is None and seen.updates == 60 and seen.kept_update > 0
     assert seen.held_out_trajectories == 4 and seen.draft_coverage == 1.0 and seen.draft_vocabulary == 14
     # A rollout starts from what was measured: one node of the law's mode is promised the 0.8 that it will bring.
     assert seeing.calibration_2PK is not None
@@ -136,7 +136,7 @@ def test_an_interrupted_fit_ends_like_an_uninterrupted_one(
     again = run(model, resumed, updates=40, checkpoint=checkpoint, on_progress=seen.append)
     assert [p.update for p in seen] == list(range(stop_at + 1, 41))
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
-    for name in ("updates", "kl_before_K", "kl_after_K", "accepted_after", "kept_update_K"):
+    for name in ("updates", "kl_before_K", "kl_after_K", "accepted_after", "kept_update"):
         assert getattr(again, name) == getattr(report, name), name
     assert [p.name for p in tmp_path.iterdir()] == ["fit.safetensors"]
 
@@ -160,10 +160,9 @@ def test_a_fit_that_makes_things_worse_is_undone(model: LlamaForCausalLM) -> Non
     run(model, heads)
     good = [parameter.detach().clone() for parameter in heads.parameters()]
     report = run(model, heads, updates=6, lr=3.0, seed=0)
-    assert report.note is not None and "horizon 1" in report.note and "held-out" in report.note
-    assert report.kept_update_K[0] == 0 and report.kl_after_K[0] == report.kl_before_K[0]
-    torch.testing.assert_close(heads.first_KFI[0], good[0][0], rtol=0, atol=0)
-    torch.testing.assert_close(heads.second_KHF[0], good[1][0], rtol=0, atol=0)
+    assert report.note is not None and "held-out" in report.note
+    assert report.kept_update == 0 and report.kl_after_K == report.kl_before_K
+    assert all(torch.equal(kept, before) for kept, before in zip(heads.parameters(), good, strict=True))
 
 
 def test_a_loss_that_is_not_finite_leaves_the_weights_before(model: LlamaForCausalLM) -> None:
@@ -184,14 +183,15 @@ def test_full_vocabulary_and_nothing_held_out(model: LlamaForCausalLM) -> None:
     assert report.kl_after_K[0] < 0.3
 
 
-def test_horizons_that_no_held_out_response_reaches_keep_what_they_learned(model: LlamaForCausalLM) -> None:
+def test_what_no_held_out_response_can_judge_keeps_what_it_learned(model: LlamaForCausalLM) -> None:
+    """A horizon that they do not reach has no say; where none can be judged, the last weights are kept."""
     trajectories = [
         Trajectory(t.hidden_TH[:2], t.token_T[:2], t.top_token_TC[:2], t.top_logp_TC[:2]) if i in _held_out() else t
         for i, t in enumerate(world())
     ]
     heads = heads_of(model)
-    report = fit(heads, model, trajectories, updates=10, batch_positions=128, nodes=(1,))
-    assert report.kept_update_K[1] == 10 and bool(heads.second_KHF[1].any())
+    report = fit(heads, model, trajectories, updates=10, batch_positions=128, lr=1e-2, nodes=(1,))
+    assert report.kept_update > 0 and report.note is None and bool(heads.second_BHF.any())
 
 
 def test_bad_settings_are_refused(model: LlamaForCausalLM) -> None:

@@ -63,7 +63,8 @@ def wide_model() -> LlamaForCausalLM:
 def moved(heads: FutureHeads) -> FutureHeads:
     """Heads that have left their zero start."""
     with torch.no_grad():
-        heads.second_KHF.normal_(0, 0.3, generator=torch.Generator().manual_seed(2))
+        heads.second_BHF.normal_(0, 0.3, generator=torch.Generator().manual_seed(2))
+        heads.bias_KF.normal_(0, 0.5, generator=torch.Generator().manual_seed(3))
     return heads
 
 
@@ -80,8 +81,8 @@ def test_untrained_heads_equal_the_targets_own_state(model: LlamaForCausalLM, se
     assert not heads.trained and moved(heads).trained
 
 
-@pytest.mark.parametrize(("sees", "tokens_K"), [("path", [1, 2, 3, 4]), ("root", [1] * 4), ("state", [0] * 4)])
-def test_each_head_follows_its_own_formula(model: LlamaForCausalLM, sees: HeadsSee, tokens_K: list[int]) -> None:
+@pytest.mark.parametrize("sees", ["path", "root", "state"])
+def test_each_step_follows_its_own_formula(model: LlamaForCausalLM, sees: HeadsSee) -> None:
     heads = moved(FutureHeads.for_model(model, HeadsConfig(sees=sees)))
     seen = features(model)
     path_SKH = embed(model, torch.randint(64, (3, 4), generator=torch.Generator().manual_seed(5)))
@@ -90,12 +91,14 @@ def test_each_head_follows_its_own_formula(model: LlamaForCausalLM, sees: HeadsS
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
     state_SKH = heads(seen.hidden_SH, path_SKH)
-    for k, tokens in enumerate(tokens_K):
-        inputs = torch.cat([normed(x) for x in (seen.hidden_SH, *path_SKH.unbind(1)[:tokens])], -1)
-        inner = torch.nn.functional.silu(inputs @ heads.first_KFI[k, :, : 32 * (1 + tokens)].T)
-        expected = seen.hidden_SH + inner @ heads.second_KHF[k].T
-        torch.testing.assert_close(state_SKH[:, k], expected)
-        assert not heads.first_KFI[k, :, 32 * (1 + tokens) :].any()  # what it does not see takes no part
+    assert heads.first_BFI.shape == ((1, 64, 64) if sees == "path" else (4, 64, 64 if sees == "root" else 32))
+    for k in range(4):
+        before = state_SKH[:, k - 1] if sees == "path" and k else seen.hidden_SH
+        token = {"path": [path_SKH[:, k]], "root": [path_SKH[:, 0]], "state": []}[sees]
+        block = 0 if sees == "path" else k
+        inputs = torch.cat([normed(x) for x in (before, *token)], -1)
+        inner = torch.nn.functional.silu(inputs @ heads.first_BFI[block].T + heads.bias_KF[k])
+        torch.testing.assert_close(state_SKH[:, k], before + inner @ heads.second_BHF[block].T)
 
 
 @pytest.mark.parametrize("ranking", ["noise", "probability"])
@@ -244,7 +247,7 @@ def test_packed_weights_propose_what_the_heads_say() -> None:
     wide = wide_model()
     heads = FutureHeads.for_model(wide)
     with torch.no_grad():
-        heads.second_KHF.normal_(0, 0.1)
+        heads.second_BHF.normal_(0, 0.1)
     seen = features(wide)
     draft = HeadsProposer(heads, wide, ranking="probability").propose(seen)
     score_SKV = wide.lm_head(heads(seen.hidden_SH, best_path(wide, seen.root_S, draft)))

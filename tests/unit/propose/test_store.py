@@ -51,7 +51,7 @@ def test_what_is_loaded_is_what_was_saved(
     config = HeadsConfig(horizons=2, sees="state", width_factor=3)
     heads = FutureHeads.for_model(model, config, vocabulary=vocabulary, seed=4)
     with torch.no_grad():
-        heads.second_KHF.normal_()
+        heads.second_BHF.normal_()
     heads.calibration_2PK = torch.tensor([[[0.7, 0.5], [0.4, 0.3]], [[0.9, 1.1], [0.8, 0.7]]])
     loaded = load_heads(save_heads(heads, tmp_path, model), model)
     assert loaded.config == config
@@ -64,7 +64,7 @@ def test_what_is_loaded_is_what_was_saved(
 def test_saving_again_replaces_and_leaves_no_litter(folder: Path, model: LlamaForCausalLM) -> None:
     save_heads(FutureHeads.for_model(model, seed=9), folder, model)
     assert len(list(folder.iterdir())) == 2
-    assert torch.equal(load_heads(folder, model).first_KFI, FutureHeads.for_model(model, seed=9).first_KFI)
+    assert torch.equal(load_heads(folder, model).first_BFI, FutureHeads.for_model(model, seed=9).first_BFI)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_missing_and_damaged_files_are_named(folder: Path, model: LlamaForCausal
         ("{", "damaged"),
         ("[]", "format"),
         ('{"format": 99}', "format 99"),
-        ('{"format": 2}', "damaged"),
+        ('{"format": 3}', "damaged"),
     ):
         (folder / MANIFEST).write_text(broken)
         with pytest.raises(HeadsFileError, match=said):
@@ -139,8 +139,10 @@ def test_missing_and_damaged_files_are_named(folder: Path, model: LlamaForCausal
         ("vocabulary_V", torch.tensor([5, 64])),
         ("vocabulary_V", torch.tensor([5.0])),
         ("vocabulary_V", torch.tensor([], dtype=torch.int64)),
-        ("second_KHF", torch.zeros(1)),
-        ("second_KHF", None),
+        ("second_BHF", torch.zeros(1)),
+        ("second_BHF", None),
+        ("bias_KF", torch.zeros(4, 3)),
+        ("bias_KF", None),
     ],
 )
 def test_tensors_that_belong_to_no_such_heads_are_refused(
@@ -186,4 +188,4 @@ def test_a_crash_while_saving_leaves_the_old_heads(
     monkeypatch.setattr("specroll.propose.store.write_atomic", crash)
     with pytest.raises(KeyboardInterrupt):
         save_heads(FutureHeads.for_model(model, seed=9), folder, model)
-    assert torch.equal(load_heads(folder, model).first_KFI, FutureHeads.for_model(model).first_KFI)
+    assert torch.equal(load_heads(folder, model).first_BFI, FutureHeads.for_model(model).first_BFI)

@@ -26,7 +26,7 @@ def test_a_pass_is_bound_by_memory_and_then_by_arithmetic() -> None:
 
 def test_proposing_reads_the_heads_and_the_draft_rows_of_lm_head() -> None:
     small, large = (Roofline(SLOW, SMALL, 2, vocabulary) for vocabulary in (50, 10_000))
-    heads = 2 * ((6 + 8) * 100**2) / 1e6  # the second horizon sees one token more, through a matrix twice as wide
+    heads = 2 * 2 * (6 * 100**2) / 1e6  # one block, read for each horizon
     rows = 2 * 50 * 100 / 1e6  # horizon by horizon
     assert small.propose(1) == pytest.approx(heads + 2 * (rows + 4 * LAUNCH_SECONDS) + HOST_SECONDS)
     assert large.propose(1) - small.propose(1) == pytest.approx(2 * 2 * 950 * 100 / 1e6)  # no more than the model has
