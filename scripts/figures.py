@@ -41,6 +41,7 @@ def _rollout_table(name: str) -> str:
         "spec_over_hf": "speculative / transformers",
         "plain_over_vllm": "plain / vLLM",
         "spec_over_vllm": "speculative / vLLM",
+        "lean_over_plain": "without Reflex / plain",
         "untrained_over_plain": "untrained heads / plain",
     }
     pairs = [pair for pair in named if any(pair in cell for cell in results["cells"].values())]

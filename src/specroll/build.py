@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specroll.config import BudgetConfig, BudgetRuleName, EngineConfig
+from specroll.config import BudgetConfig, BudgetRuleName, EngineConfig, ReflexName
 from specroll.engine import Engine
 from specroll.model.load import load_model
 from specroll.propose.heads import FutureHeads
@@ -34,6 +34,7 @@ def build_engine(
     max_nodes: int = BUDGET.max_nodes,
     rule: BudgetRuleName = BUDGET.rule,
     fixed_nodes: int | None = None,
+    reflex: ReflexName = BUDGET.reflex,
     max_running: int = ENGINE.max_running,
     dtype: torch.dtype | str = "auto",
 ) -> Engine:
@@ -46,6 +47,7 @@ def build_engine(
         max_nodes: most proposed tokens per sequence and round; how many pay is decided in each round.
         rule: "optimal" decides that by what pays; "paper" is the published rule, a baseline to compare with.
         fixed_nodes: propose exactly so many in every round, whether it pays or not.
+        reflex: "associative" lets the trajectory's own tokens correct what heads propose; "off" leaves heads alone.
         max_running: sequences decoded together.
         dtype: of a model loaded by name.
 
@@ -58,7 +60,7 @@ def build_engine(
         model,
         tokenizer,
         config=EngineConfig(max_running=max_running),
-        budget=BudgetConfig(max_nodes=max_nodes, rule=rule, fixed_nodes=fixed_nodes),
+        budget=BudgetConfig(max_nodes=max_nodes, rule=rule, fixed_nodes=fixed_nodes, reflex=reflex),
     )
     if heads is not None:
         causal = engine.target.causal

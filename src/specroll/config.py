@@ -26,7 +26,8 @@ def _known_rule(rule: str) -> None:
         raise ValueError(f"a budget's rule is one of {', '.join(get_args(BudgetRuleName))}, got {rule!r}")
 
 
-def _known_reflex(reflex: str) -> None:
+def check_reflex(reflex: str) -> None:
+    """Raise ValueError for a form of Reflex that does not exist."""
     if reflex not in get_args(ReflexName):
         raise ValueError(f"reflex is one of {', '.join(get_args(ReflexName))}, got {reflex!r}")
 
@@ -79,7 +80,7 @@ class BudgetConfig:
     def __post_init__(self) -> None:
         _at_least(0, max_nodes=self.max_nodes, fixed_nodes=self.fixed_nodes)
         _known_rule(self.rule)
-        _known_reflex(self.reflex)
+        check_reflex(self.reflex)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,8 @@ class TrainConfig:
     """Most tokens proposed per response and round."""
     budget: BudgetRuleName = "optimal"
     """How many of them are verified: optimal, as many as pay in each round; paper, the published rule (a baseline)."""
+    reflex: ReflexName = "associative"
+    """associative: what a response holds already corrects what heads propose for it; off: heads alone."""
     save_every: int = 20
     """Steps between checkpoints."""
     output: Path | None = None
@@ -141,6 +144,7 @@ class TrainConfig:
         )
         _at_least(0, lora_rank=self.lora_rank, max_nodes=self.max_nodes, seed=self.seed)
         _known_rule(self.budget)
+        check_reflex(self.reflex)
         if self.num_generations < 2:
             raise ValueError("num_generations must be at least 2: GRPO compares the responses of a group")
         if self.seed >= 1 << 32:

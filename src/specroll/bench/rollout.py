@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from specroll.bench.compare import Rates, System, interleave, ratio
-from specroll.config import BudgetConfig, EngineConfig
+from specroll.config import BudgetConfig, EngineConfig, ReflexName
 from specroll.engine import Engine, Rollout
 from specroll.propose.heads import FutureHeads
 from specroll.propose.proposer import HeadsProposer
@@ -33,6 +33,8 @@ PAIRS = (
     ("spec", "plain"),
     ("spec", "vllm"),
     ("spec", "hf"),
+    ("spec", "lean"),
+    ("lean", "plain"),
     ("untrained", "plain"),
     ("optimal", "paper"),
     ("optimal", "plain"),
@@ -41,6 +43,7 @@ PAIRS = (
     ("hostile", "plain"),
     ("control", "plain"),
 )
+REFLEX: ReflexName = BudgetConfig().reflex
 MAX_RUNNING = 64
 """Sequences that a system decodes together; all of them have the same."""
 
@@ -85,14 +88,14 @@ class Bench:
         self.tokenizer = tokenizer
         self.sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=0)
         self.engines = {"plain": Engine(model, tokenizer, config=EngineConfig(max_running=MAX_RUNNING))}
-        proposers = {"untrained": FutureHeads.for_model(model)}
+        proposers: dict[str, tuple[FutureHeads, ReflexName]] = {"untrained": (FutureHeads.for_model(model), REFLEX)}
         if heads is not None:
-            proposers["spec"] = heads
-        for name, proposed in proposers.items():
+            proposers |= {"spec": (heads, REFLEX), "lean": (heads, "off")}
+        for name, (proposed, reflex) in proposers.items():
             self.engines[name] = Engine(
                 model,
                 tokenizer,
-                proposer=HeadsProposer(proposed, model),
+                proposer=HeadsProposer(proposed, model, reflex=reflex),
                 config=EngineConfig(max_running=MAX_RUNNING),
                 budget=BudgetConfig(max_nodes=max_nodes),
             )

@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 from specroll.cli.measure import Work, WorkOptions, finish, head, load_work, measure
 from specroll.config import BudgetConfig, BudgetRuleName
 
-PAIRS = ("plain_over_hf", "spec_over_plain", "spec_over_hf", "untrained_over_plain")
+PAIRS = (
+    "plain_over_hf",
+    "spec_over_plain",
+    "spec_over_hf",
+    "spec_over_lean",
+    "lean_over_plain",
+    "untrained_over_plain",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +24,7 @@ class Options(WorkOptions):
     Without --heads only untrained heads are measured (they must cost nothing); `specroll heads fit` makes fitted ones.
     """
 
-    systems: tuple[str, ...] = ("hf", "plain", "spec", "untrained")
+    systems: tuple[str, ...] = ("hf", "plain", "spec", "lean", "untrained")
     """Which systems to time."""
     budget: BudgetRuleName = BudgetConfig().rule
     """optimal verifies as many nodes as pay in each round; paper is the published rule, a baseline."""

@@ -16,7 +16,7 @@ from specroll.cli.common import (
     refuse_existing,
     summary_line,
 )  # fmt: skip
-from specroll.config import BudgetConfig, BudgetRuleName, EngineConfig
+from specroll.config import BudgetConfig, BudgetRuleName, EngineConfig, ReflexName
 
 if TYPE_CHECKING:
     from specroll.types import Completion, Request
@@ -47,6 +47,8 @@ class Options(ModelOptions, SamplingOptions):
     """Most tokens proposed per sample and round; how many pay is decided in each round."""
     budget: BudgetRuleName = BudgetConfig().rule
     """optimal verifies as many of them as pay in each round; paper is the published rule, a baseline."""
+    reflex: ReflexName = BudgetConfig().reflex
+    """associative: what the text holds already corrects what heads propose; off: heads alone."""
     max_running: int = EngineConfig().max_running
     """Samples decoded together."""
     json: Path | None = None
@@ -71,6 +73,7 @@ def main(options: Options) -> int:
             dtype=options.dtype,
             max_nodes=options.max_nodes,
             rule=options.budget,
+            reflex=options.reflex,
             max_running=options.max_running,
         )
     requests = make_requests(

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from specroll import noise
 from specroll.budget.calibrate import HitCalibrator
-from specroll.config import ReflexName
+from specroll.config import ReflexName, check_reflex
 from specroll.model.linear import pack
 from specroll.propose.heads import FutureHeads, rms_norm
 from specroll.propose.readout import Readout, embed, output_layer
@@ -62,6 +62,7 @@ class HeadsProposer:
     ) -> None:
         if ranking not in ("noise", "probability"):
             raise ValueError(f"ranking must be 'noise' or 'probability', got {ranking!r}")
+        check_reflex(reflex)
         if candidates < 1:
             raise ValueError(f"a horizon needs at least one candidate, got candidates={candidates}")
         if (model_sizes := tuple(output_layer(model).weight.shape)) != (heads.vocab_size, heads.hidden_size):

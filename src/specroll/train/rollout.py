@@ -49,7 +49,7 @@ class SpecRollout:
         heads: "learn" starts untrained heads that learn from the first rollouts; a folder, or heads, uses those; None
             decodes without speculation.
         engine_config: how many responses run at once.
-        budget: how many nodes a round may verify.
+        budget: how many nodes a round may verify, and whether Reflex corrects what is proposed.
 
     The trainer's logs gain `specroll/tokens_per_second`, `specroll/tokens_per_round` and `specroll/acceptance`, and
     where heads have learned `specroll/learning_seconds`.

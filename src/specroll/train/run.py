@@ -135,7 +135,7 @@ def _prepare(config: TrainConfig, folder: RunFolder, console: Console, *, resume
         peft_config=_lora(config.lora_rank),
         heads=None if config.heads == "none" else config.heads,
         engine_config=EngineConfig(),
-        budget=BudgetConfig(max_nodes=config.max_nodes, rule=config.budget),
+        budget=BudgetConfig(max_nodes=config.max_nodes, rule=config.budget, reflex=config.reflex),
     )
     trainer.remove_callback(PrinterCallback)
     console.print(

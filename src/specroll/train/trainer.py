@@ -30,7 +30,7 @@ class SpecRollGRPOTrainer(GRPOTrainer):
         heads: "learn" (default) starts untrained heads that learn from the first rollouts and are kept in the
             checkpoints; a folder of fitted heads, or heads, uses those; None decodes without speculation.
         engine_config: how many responses run at once.
-        budget: how many nodes a round may verify.
+        budget: how many nodes a round may verify, and whether Reflex corrects what is proposed.
 
     Beside those of `SpecRollout`, the logs gain `specroll/generation_share` (of `step_time`), and
     `specroll/logp_gap_mean` and `specroll/logp_gap_max`: |log p(rollout) - log p(trainer)| over completion tokens,

@@ -1,5 +1,7 @@
 """The heads and their proposals, on a tiny Llama."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -271,3 +273,21 @@ def test_bad_options_are_refused(model: LlamaForCausalLM) -> None:
         FutureHeads(8, 8, HeadsConfig(horizons=0))
     with pytest.raises(ValueError, match="fit heads to this model"):
         HeadsProposer(FutureHeads(8, 8), model)
+
+
+@pytest.mark.parametrize("sees", ["path", "root", "state"])
+@pytest.mark.parametrize("vocabulary", [None, torch.tensor([9, 11, 13, 15, 40])])
+def test_a_text_that_repeats_is_continued(model: LlamaForCausalLM, sees: HeadsSee, vocabulary: Tensor | None) -> None:
+    """Reflex along the drafted path: each horizon's candidate follows from the one before it."""
+    heads = FutureHeads.for_model(model, HeadsConfig(sees=sees), vocabulary=vocabulary)
+    text = torch.tensor([[9, 11, 13, 15, 40] * 8 + [9, 11]])
+    seen = replace(
+        features(model, sequences=1),
+        root_S=text[:, -1],
+        position_S=torch.tensor([text.shape[1] - 1]),
+        past_SL=torch.nn.functional.pad(text, (0, 3), value=7),
+    )
+    draft = HeadsProposer(heads, model, ranking="probability").propose(seen)
+    assert draft.token_SKC[0, :, 0].tolist() == [13, 15, 40, 9]
+    lean = HeadsProposer(heads, model, ranking="probability", reflex="off").propose(seen)
+    assert lean.token_SKC[0, :, 0].tolist() != [13, 15, 40, 9]
