@@ -55,10 +55,9 @@ ONLY_IN: dict[str, set[str]] = {
     "reasoning_gym": {"train"},
     "math_verify": {"train"},
     "matplotlib": {"report"},
-    "tyro": {"cli"},
 }
 # What a command module may import at its top; the rest belongs into its functions, so that --help is quick.
-LIGHT = {"rich", "tyro", "specroll.cli", "specroll.config", "specroll.report"}
+LIGHT = {"rich", "specroll.cli", "specroll.config", "specroll.report"}
 
 
 @dataclass(frozen=True)

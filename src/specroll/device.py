@@ -45,6 +45,18 @@ def name(device: torch.device) -> str:
     return f"{platform.processor() or platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
+def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What figures that were measured on the device hold for."""
+    return {
+        "device": str(device),
+        "processor": platform.processor() or platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+    }
+
+
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether the device has units for bfloat16 products; emulated ones are several times slower than float32."""
     if is_gpu(device):

@@ -7,7 +7,6 @@ single one may end, and what other samplers say then has another length.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -206,15 +205,3 @@ def stage_seconds(rollout: Rollout) -> dict[str, float]:
         for stage, seconds in r.seconds.items():
             stages[stage] = stages.get(stage, 0.0) + seconds
     return stages
-
-
-def machine(model: PreTrainedModel) -> dict[str, Any]:
-    """What the figures hold for."""
-    return {
-        "device": str(model.device),
-        "processor": platform.processor() or platform.machine(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ def main(options: Options) -> int:
     from specroll.build import build_engine, make_requests
     from specroll.check import check
     from specroll.cli.progress import Progress
+    from specroll.device import machine
 
     refuse_existing(options.json, "result")
     sampling = options.sampling()
@@ -76,7 +78,12 @@ def main(options: Options) -> int:
         from specroll.report.records import to_json
 
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(to_json(as_record(report, options), indent=2) + "\n", encoding="utf-8")
+        record = {
+            "command": "specroll " + " ".join(sys.argv[1:]),
+            "machine": machine(engine.target.device, engine.target.causal.dtype),
+            **as_record(report, options),
+        }
+        options.json.write_text(to_json(record, indent=2) + "\n", encoding="utf-8")
         print(f"Written to {options.json}")
     return 1 if report.dtype == "float32" and not report.exact else 0
 
@@ -171,7 +178,6 @@ def as_record(report: CheckReport, options: Options) -> Mapping[str, Any]:
         }
 
     return {
-        "command": "check",
         "options": options,
         "exact": report.exact,
         "dtype": report.dtype,

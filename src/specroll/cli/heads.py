@@ -73,6 +73,7 @@ def main(options: Options) -> int:
     check_writable(options.json)
     from specroll.build import build_engine
     from specroll.cli.progress import Progress
+    from specroll.device import machine
     from specroll.propose.fit import fit
     from specroll.propose.heads import FutureHeads
     from specroll.propose.samples import draft_vocabulary
@@ -107,6 +108,7 @@ def main(options: Options) -> int:
     save_heads(heads, options.output, causal)
     result = {
         "command": "specroll " + " ".join(sys.argv[1:]),
+        "machine": machine(causal.device, causal.dtype),
         "rollouts": len(requests),
         "tokens": sum(t.token_T.numel() for t in trajectories),
         "tokens_per_round_before": before,

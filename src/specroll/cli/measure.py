@@ -129,10 +129,10 @@ def head_of(model: PreTrainedModel) -> Results:
     """What the figures hold for: a measurement goes on only where all of this is the same."""
     import sys
 
-    from specroll.bench.rollout import machine
+    from specroll.device import machine
 
     command = "specroll " + " ".join(sys.argv[1:])
-    return {"command": command, "machine": machine(model), "complete": False, "cells": {}}
+    return {"command": command, "machine": machine(model.device, model.dtype), "complete": False, "cells": {}}
 
 
 def summary(cells: Results, pairs: Sequence[str]) -> Results:

@@ -41,10 +41,10 @@ class Options(ModelOptions):
 
 def main(options: Options) -> int:
     from specroll.bench.profile import pass_milliseconds
-    from specroll.bench.rollout import machine
     from specroll.build import encode
     from specroll.cli.progress import Progress
     from specroll.config import EngineConfig
+    from specroll.device import machine
     from specroll.engine import Engine
     from specroll.model.load import load_model
     from specroll.propose.proposer import HeadsProposer
@@ -73,7 +73,7 @@ def main(options: Options) -> int:
     if options.json:
         result = {
             "command": "specroll " + " ".join(sys.argv[1:]),
-            "machine": machine(model),
+            "machine": machine(model.device, model.dtype),
             "round_ms": rounds,
             "pass_ms": passes,
             "surface_s": dict(zip(map(str, curve.rows), curve.seconds, strict=True)),

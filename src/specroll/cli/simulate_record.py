@@ -60,8 +60,8 @@ class Options(ModelOptions, SamplingOptions):
 
 def main(options: Options) -> int:
     refuse_existing(options.output, "trace")
-    from specroll.bench.rollout import machine
     from specroll.cli.progress import Progress
+    from specroll.device import machine
     from specroll.simulate.record import record
     from specroll.simulate.timing import Prices, measured_surface, time_rollouts
     from specroll.simulate.trace import Trace, write_trace
@@ -89,7 +89,7 @@ def main(options: Options) -> int:
                     lambda done, stage=stage: progress(stage, done, options.repeats),
                 )
             )
-    made_on = machine(engine.target.causal)
+    made_on = machine(engine.target.device, engine.target.causal.dtype)
     trace = Trace(
         nodes=options.nodes,
         horizons=horizons,

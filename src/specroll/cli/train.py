@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def main(options: Options) -> int:
 
     check_writable(options.json)
     config = TrainConfig(**{field.name: getattr(options, field.name) for field in fields(TrainConfig)})
-    summary = train(config, resume=options.resume)
+    summary = train(config, resume=options.resume, command="specroll " + " ".join(sys.argv[1:]))
     if options.json is not None:
         options.json.write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -1,7 +1,8 @@
 """How good heads are on responses that they did not learn from: KL per horizon, accepted tokens per round.
 
 Teacher-forced: every position of a trajectory is the start of one round, grown and walked by the same code as a
-rollout's, with the tokens that were really drawn as the target's draws. No forward pass of the model is run.
+rollout's, with the tokens that were really drawn as the target's draws. No forward pass of the model is run. Reflex is
+at work as in a rollout, but for the prompts, which samples do not hold.
 
     P  positions    B  positions of one chunk    K  horizons    C  candidates    V  draft vocabulary
 """
@@ -16,10 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specroll.budget.calibrate import HitCalibrator
+from specroll.config import ReflexName
 from specroll.propose.heads import FutureHeads
 from specroll.propose.proposer import HeadsProposer, add_noise
 from specroll.propose.readout import Readout, embed
 from specroll.propose.samples import Law, Samples, slots
+from specroll.reflex import Recall
 from specroll.tree.grow import grow
 from specroll.types import Draft, Draws, Trajectory
 from specroll.verify.walk import walk
@@ -35,8 +38,11 @@ SHARPNESSES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5)
 class Judge:
     """Held-out samples, seen through one model, to which heads are shown before and after they learn."""
 
-    def __init__(self, model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, trajectories: Sequence[Trajectory], reflex: ReflexName = "associative"
+    ) -> None:
         self.model = model
+        self.reflex: ReflexName = reflex
         self.samples = Samples.of(trajectories)
         self.start_P = _spread(self.samples.starts(), ROUNDS)
         self.calibration_2PK: Tensor | None = None
@@ -68,26 +74,43 @@ class Judge:
         candidates: int = 16,
     ) -> dict[int, float]:
         """Mean accepted tokens per round for trees of so many nodes (tokens per round = 1 + this)."""
-        drafts = list(self._drafts(HeadsProposer(heads, self.model, ranking=ranking, candidates=candidates)))
+        proposer = HeadsProposer(heads, self.model, ranking=ranking, candidates=candidates, reflex=self.reflex)
+        drafts = list(self._drafts(proposer))
         return {count: self._accepted(heads, drafts, count) for count in nodes}
 
     @torch.no_grad()
     def sharpness(self, heads: FutureHeads) -> Tensor:
-        """The factor s_k of each horizon's logits with which s_k log q + g finds the drawn token most often, [K].
+        """The factor s of all horizons' logits with which s log q + g finds the drawn token most often, [K].
 
         Above 1 as long as heads err: a head that fits best knows the mean of the laws p that it takes for one, and
-        what they draw follows log p, whose mean is lower, most of all for tokens that only some of them like.
+        what they draw follows log p, whose mean is lower, most of all for tokens that only some of them like. One for
+        all horizons, because a few thousand draws cannot tell them apart.
         """
-        hits_KX = torch.zeros(heads.horizons, len(SHARPNESSES))
+        hits_X = torch.zeros(len(SHARPNESSES))
         vocabulary_V = _vocabulary(heads)
+        proposer = HeadsProposer(heads, self.model, reflex=self.reflex)
         for position_B, noise_BKV in self._ahead(heads):
-            logits_BKV = self._logits(heads, position_B).cpu()
+            logits_BKV = self._logits(heads, position_B)
             ahead_BK, exists_BK = self.samples.ahead(position_B, heads.horizons)
+            self._correct_(logits_BKV, proposer, position_B, ahead_BK)
             slot_BK, inside_BK = slots(self.samples.token_P[ahead_BK], vocabulary_V)
             for x, sharpness in enumerate(SHARPNESSES):
-                best_BK = add_noise(logits_BKV, noise_BKV, torch.full((heads.horizons,), sharpness)).argmax(-1)
-                hits_KX[:, x] += ((best_BK == slot_BK) & inside_BK & exists_BK).sum(0)
-        return torch.tensor(SHARPNESSES)[hits_KX.argmax(1)].to(heads.sharpness_K)
+                best_BK = add_noise(logits_BKV.cpu(), noise_BKV, torch.full((heads.horizons,), sharpness)).argmax(-1)
+                hits_X[x] += ((best_BK == slot_BK) & inside_BK & exists_BK).sum()
+        return torch.full_like(heads.sharpness_K, SHARPNESSES[int(hits_X.argmax())])
+
+    def _correct_(self, logits_BKV: Tensor, proposer: HeadsProposer, position_B: Tensor, ahead_BK: Tensor) -> None:
+        """What Reflex makes of the logits along the paths that were drawn, by the responses alone."""
+        recall = self._recall(proposer, position_B)
+        if recall is None:
+            return
+        for k in range(logits_BKV.shape[1]):
+            recall.correct_(logits_BKV[:, k])
+            recall.follow(self.samples.token_P[ahead_BK[:, k]].to(logits_BKV.device))
+
+    def _recall(self, proposer: HeadsProposer, position_B: Tensor) -> Recall | None:
+        device = proposer.heads.first_BFI.device
+        return proposer.recall(*(part.to(device) for part in self.samples.texts(position_B)))
 
     def _logits(self, heads: FutureHeads, position_B: Tensor) -> Tensor:
         """The heads' logits over the draft vocabulary along the paths that were drawn, [B, K, V]."""
@@ -120,6 +143,7 @@ class Judge:
                 self.samples.hidden_PH[position_B].to(device),
                 self.samples.token_P[position_B].to(device),
                 noise_BKV.to(device) if proposer.ranking == "noise" else None,
+                self._recall(proposer, position_B),
             )
             yield position_B, token_BKC.cpu(), score_BKC.cpu()
 

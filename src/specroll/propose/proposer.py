@@ -111,12 +111,14 @@ class HeadsProposer:
     @torch.no_grad()
     def propose(self, features: Features) -> Draft:
         noisy = self.ranking == "noise" and features.sampling.temperature > 0
-        recall = None
-        if self._memory is not None and features.past_SL is not None:
-            recall = self._memory.recall(features.past_SL, features.position_S)
+        recall = None if features.past_SL is None else self.recall(features.past_SL, features.position_S)
         noise_SKV = self._noise(features) if noisy else None
         token_SKC, score_SKC = self.best(features.hidden_SH, features.root_S, noise_SKV, recall)
         return Draft(token_SKC, score_SKC, *self.calibrator.hit(score_SKC))
+
+    def recall(self, past_SL: Tensor, position_S: Tensor) -> Recall | None:
+        """What the sequences' texts up to their roots have shown; None with Reflex off."""
+        return None if self._memory is None else self._memory.recall(past_SL, position_S)
 
     def best(
         self, hidden_SH: Tensor, root_S: Tensor, noise_SKV: Tensor | None, recall: Recall | None = None

@@ -30,13 +30,15 @@ class Law(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Samples:
     """Trajectories laid end to end, as float and integer tensors on the CPU. `left_P` counts the positions that follow
-    in the same trajectory, so horizon k has something to learn at position i where k <= left_P[i]."""
+    in the same trajectory, so horizon k has something to learn at position i where k <= left_P[i]; `first_P` is where
+    the trajectory begins."""
 
     hidden_PH: Tensor
     token_P: Tensor
     top_token_PC: Tensor
     top_logp_PC: Tensor
     left_P: Tensor
+    first_P: Tensor
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> Samples:
@@ -46,6 +48,8 @@ class Samples:
                 f"none of the {len(trajectories)} trajectories has two tokens, and heads learn from those after the "
                 "first: sample longer responses, or more of them"
             )
+        lengths = [t.token_T.numel() for t in trajectories]
+        lengths_X = torch.tensor(lengths)
         width = max(t.top_token_TC.shape[1] for t in trajectories)
         pads = [(0, width - t.top_token_TC.shape[1]) for t in trajectories]
         return cls(
@@ -55,7 +59,8 @@ class Samples:
             top_logp_PC=torch.cat(
                 [F.pad(t.top_logp_TC, pad, value=-torch.inf) for t, pad in zip(trajectories, pads, strict=True)]
             ),
-            left_P=torch.cat([torch.arange(t.token_T.numel() - 1, -1, -1) for t in trajectories]),
+            left_P=torch.cat([torch.arange(n - 1, -1, -1) for n in lengths]),
+            first_P=(lengths_X.cumsum(0) - lengths_X).repeat_interleave(lengths_X),
         )
 
     def starts(self) -> Tensor:
@@ -67,6 +72,13 @@ class Samples:
         ahead_K = torch.arange(1, horizons + 1)
         exists_BK = ahead_K <= self.left_P[position_B, None]
         return (position_B[:, None] + ahead_K).clamp(max=self.token_P.numel() - 1), exists_BK
+
+    def texts(self, position_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The responses so far, roots at the given positions included, and where in them the roots are: [B, L], [B]."""
+        root_B = position_B - self.first_P[position_B]
+        places_L = torch.arange(int(root_B.max()) + 1)
+        index_BL = (self.first_P[position_B, None] + places_L).clamp(max=self.token_P.numel() - 1)
+        return self.token_P[index_BL], root_B
 
     def law(self, position_N: Tensor, vocabulary_V: Tensor | None) -> Law:
         """The laws at positions, cut to the draft vocabulary and renormalised (all 0 where nothing is left)."""

@@ -2,7 +2,6 @@
 
     config.json     the options of the run
     metrics.jsonl   one object per training step, each with `step`
-    rounds.jsonl    one object per engine round, where that was asked for
     summary.json    written at the end
 
 Knows files, not their keys. Records are appended and flushed one by one, so an interruption costs at most the line
@@ -32,7 +31,6 @@ class RunFolder:
         self.path = Path(path)
         self.config_path = self.path / "config.json"
         self.metrics_path = self.path / "metrics.jsonl"
-        self.rounds_path = self.path / "rounds.jsonl"
         self.summary_path = self.path / "summary.json"
 
     def start(self, config: Mapping[str, Any], *, resume: bool = False) -> None:
@@ -48,8 +46,7 @@ class RunFolder:
         if not resume and self.config_path.exists() and not self._is_of_a_run(config):
             raise FileExistsError(f"{self.config_path} is not of a run; choose another folder, or move the file away")
         self.path.mkdir(parents=True, exist_ok=True)
-        for lines in (self.metrics_path, self.rounds_path):
-            _mend(lines)
+        _mend(self.metrics_path)
         _write_json(self.config_path, config)
 
     def _is_of_a_run(self, config: Mapping[str, Any]) -> bool:
@@ -63,10 +60,6 @@ class RunFolder:
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one training step."""
         _append(self.metrics_path, {"step": step, **metrics})
-
-    def add_round(self, record: Mapping[str, Any]) -> None:
-        """Append one engine round."""
-        _append(self.rounds_path, record)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, whole or not at all."""
@@ -84,10 +77,6 @@ class RunFolder:
         """One record per training step, in order. Of a step that a resumed run did twice, the later one counts."""
         by_step = {record["step"]: record for record in read_jsonl(self.metrics_path)}
         return [by_step[step] for step in sorted(by_step)]
-
-    def rounds(self) -> list[Record]:
-        """One record per engine round; empty where none were kept."""
-        return read_jsonl(self.rounds_path) if self.rounds_path.exists() else []
 
 
 def read_jsonl(path: Path) -> list[Record]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig
 
 from specroll.config import BudgetConfig, EngineConfig, TrainConfig
-from specroll.device import best, is_gpu
+from specroll.device import best, is_gpu, machine
 from specroll.model.load import load_model, native_dtype
 from specroll.propose.store import save_heads
 from specroll.report.live import LiveView, summary_table
@@ -34,6 +34,7 @@ from specroll.train.callback import StepRecords, StopWell
 from specroll.train.data import Task, load_task
 from specroll.train.judge import Speed, compare_speed, evaluate, requests_of
 from specroll.train.quiet import quiet
+from specroll.train.resume import resumed
 from specroll.train.terms import sampling_of
 from specroll.train.trainer import SpecRollGRPOTrainer
 
@@ -61,8 +62,12 @@ class _Run:
         return self.folder.path / "checkpoints"
 
 
-def train(config: TrainConfig, *, resume: Path | None = None, console: Console | None = None) -> Record:
+def train(
+    config: TrainConfig, *, resume: Path | None = None, console: Console | None = None, command: str | None = None
+) -> Record:
     """Train, or go on with the run in `resume`; returns what is written to `summary.json` as well.
+
+    `command` is written there too: what a user typed.
 
     Raises `ValueError` or `OSError` for what the user can mend, and `KeyboardInterrupt` with the command to resume by
     after an interruption.
@@ -80,32 +85,11 @@ def train(config: TrainConfig, *, resume: Path | None = None, console: Console |
         if config.demo:
             summary |= _demo(run, reward_before)
         summary["seconds"] = time.monotonic() - started
+    model: Any = run.trainer.model
+    summary |= {"command": command, "machine": machine(model.device, model.dtype)}
     folder.write_summary(summary)
     _show(run, summary)
     return summary
-
-
-def resumed(config: TrainConfig, folder: Path) -> TrainConfig:
-    """The options that the run in `folder` was started with; only `steps` may be given anew, to train for longer.
-
-    Raises ValueError for any other option beside the folder, FileNotFoundError where no run was started.
-    """
-    given = [f.name for f in fields(TrainConfig) if f.name != "steps" and getattr(config, f.name) != f.default]
-    if given:
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ValueError(f"a resumed run keeps its own options: leave out {names} (only --steps can be given anew)")
-    if not RunFolder(folder).config_path.exists():
-        raise FileNotFoundError(f"{folder} holds no run: it has no config.json")
-    saved = RunFolder(folder).config()
-    known = {f.name for f in fields(TrainConfig)}
-    kept = {name: value for name, value in saved.items() if name in known}
-    for name in ("data_dir", "output"):
-        kept[name] = None if kept.get(name) is None else Path(kept[name])
-    try:
-        before = TrainConfig(**kept)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{RunFolder(folder).config_path} is damaged: {error}") from error
-    return replace(before, steps=config.steps or before.steps)
 
 
 def rows_in_order(dataset: Dataset, count: int, seed: int) -> Dataset:

@@ -86,7 +86,7 @@ def test_the_judge_sees_perfect_heads_as_perfect() -> None:
     token_T = torch.multinomial(logp_TV.exp(), 1).squeeze(1)
     made = Trajectory(logp_TV.roll(-1, 0), token_T, torch.arange(8).expand(length, 8), logp_TV)
     heads = FutureHeads.for_model(model, HeadsConfig(horizons=1))
-    judge = Judge(model, [made])
+    judge = Judge(model, [made], reflex="off")
     assert abs(float(judge.kl(heads))) < 1e-5
     assert judge.acceptance(heads, (1,))[1] > 0.995  # the horizon of the last position is the end
     by_probability = judge.acceptance(heads, (1, 3), ranking="probability")

@@ -25,23 +25,18 @@ def folder(tmp_path: Path) -> RunFolder:
 def test_everything_comes_back(folder: RunFolder) -> None:
     for step in (1, 2):
         folder.add_metrics(step, {"reward": 0.25 * step})
-    folder.add_round({"running": 4, "seconds": {"verify": 0.1}})
     folder.write_summary({"reward": [0.1, 0.5]})
     again = RunFolder(folder.path)
     assert again.config() == {"model": "a/b", "steps": 3}
     assert again.metrics() == [{"step": 1, "reward": 0.25}, {"step": 2, "reward": 0.5}]
-    assert again.rounds() == [{"running": 4, "seconds": {"verify": 0.1}}]
     assert again.summary() == {"reward": [0.1, 0.5]}
-    assert sorted(path.name for path in folder.path.iterdir()) == [
-        "config.json", "metrics.jsonl", "rounds.jsonl", "summary.json",
-    ]  # fmt: skip
+    assert sorted(path.name for path in folder.path.iterdir()) == ["config.json", "metrics.jsonl", "summary.json"]
 
 
-def test_looking_makes_nothing_and_rounds_are_optional(tmp_path: Path, folder: RunFolder) -> None:
+def test_looking_makes_nothing(tmp_path: Path, folder: RunFolder) -> None:
     with pytest.raises(FileNotFoundError):
         RunFolder(tmp_path / "none").config()
     assert not (tmp_path / "none").exists()
-    assert folder.rounds() == []
 
 
 def test_a_second_run_needs_another_folder_or_a_resume(folder: RunFolder) -> None:
