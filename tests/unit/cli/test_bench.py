@@ -76,7 +76,7 @@ def test_every_engine_gets_the_budget_asked_for(
         (("--running", 0), "running must be at least 1"),
         (("--repeats", 0), "repeats must be at least 1"),
         (("--tokens", 0), "tokens must be at least 1"),
-        (("--systems", "plain", "vllm"), "systems are hf, plain, spec, untrained; got vllm"),
+        (("--systems", "plain", "vllm"), "systems are hf, plain, spec, lean, untrained; got vllm"),
         (("--batches", "8"), "PROMPTSxRESPONSES"),
         (("--running", "--batches"), "nothing to measure"),
     ],
