@@ -55,6 +55,11 @@ class HeadsConfig:
     width_factor: int = 2
     """Width of a head's hidden layer, in units of the model's hidden width."""
 
+    @property
+    def blocks(self) -> int:
+        """Sets of weights: one that all steps along the path share, else one for each horizon."""
+        return 1 if self.sees == "path" else self.horizons
+
     def __post_init__(self) -> None:
         _at_least(1, horizons=self.horizons, width_factor=self.width_factor)
         if self.sees not in get_args(HeadsSee):

@@ -126,22 +126,18 @@ class Planner:
         self._context: float = BASE_CONTEXT
         self._propose = propose_seconds if callable(propose_seconds) else lambda running: propose_seconds
         self._capacity = curve.capacity()
-        self._speculating, self._turns = False, 0  # rounds since it was switched on
-        self._begin(_HOPED_GAIN if fitted else _PRIOR_GAIN)
-        self._prices: dict[int, _Price] = {}  # by the bit length of S
-        self._last: tuple[int, bool, float] | None = None  # running, speculative, real over predicted seconds
-        self._rate: float | None = None  # tokens per second of this speculative round; None: nothing to choose
-
-    def _begin(self, first_gain: float) -> None:
-        """What is known of a proposer before its first round."""
-        self._first_gain = first_gain
         # Promised and kept: the mean of `_trust` is accepted tokens per promised one. The prior is worth two.
         self._trust = _Average(2.0, 2.0)
         # Accepted tokens of a node by its rank among those of all sequences: the first S / 4 of them, the next, ..
         self._gains: list[_Average] = []
+        self._first_gain = _HOPED_GAIN if fitted else _PRIOR_GAIN
         self._seen = 0
+        self._speculating, self._turns = False, 0  # rounds since it was switched on
         self._debt = 0.0
         self._probe_every, self._plain_rounds = _PROBE_EVERY, _PROBE_EVERY
+        self._prices: dict[int, _Price] = {}  # by the bit length of S
+        self._last: tuple[int, bool, float] | None = None  # running, speculative, real over predicted seconds
+        self._rate: float | None = None  # tokens per second of this speculative round; None: nothing to choose
 
     def paper_nodes(self, running: int) -> int:
         """A sequence's share of the bound on a round: clip(C_hw / S, 0, max_nodes), see `rule.PaperPlanner`."""
@@ -203,8 +199,15 @@ class Planner:
             self._plain_rounds = self._probe_every if paid else 0
 
     def refreshed(self) -> None:
-        """It is tried at once, like a fitted proposer that nothing is known of."""
-        self._begin(_HOPED_GAIN)
+        """What is known of the proposer counts little now, and a probe may follow at once.
+
+        It is not forgotten: where training moves lm_head this comes with every rollout, and heads that are worth
+        nothing would be tried anew each time.
+        """
+        self._probe_every = self._plain_rounds = _PROBE_EVERY
+        self._debt = 0.0
+        for average in (self._trust, *self._gains):
+            average.fade(0.0, 1.0)
 
     def _compare(self, running: int, speculative: bool, proposed: int, seconds: float) -> None:
         """Correct the price of speculation where this round and the one before were of equal S and of both kinds."""

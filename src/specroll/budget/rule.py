@@ -48,7 +48,7 @@ class BudgetRule(Protocol):
         ...
 
     def refreshed(self) -> None:
-        """The proposer, or what it shares with the policy, has changed: what was learned of its worth is forgotten."""
+        """The proposer, or what it shares with the policy, has changed: what was learned of its worth counts little."""
         ...
 
 

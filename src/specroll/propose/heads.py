@@ -48,13 +48,12 @@ class FutureHeads(nn.Module):
         config = config or HeadsConfig()
         self.config = config
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        blocks = 1 if self.shares else config.horizons
         width, seen = hidden_size * config.width_factor, hidden_size * (1 if config.sees == "state" else 2)
         generator = torch.Generator().manual_seed(seed)
-        first_BFI = torch.empty(blocks, width, seen).uniform_(-(seen**-0.5), seen**-0.5, generator=generator)
+        first_BFI = torch.empty(config.blocks, width, seen).uniform_(-(seen**-0.5), seen**-0.5, generator=generator)
         self.first_BFI = nn.Parameter(first_BFI)
         self.bias_KF = nn.Parameter(torch.zeros(config.horizons, width))
-        self.second_BHF = nn.Parameter(torch.zeros(blocks, hidden_size, width))
+        self.second_BHF = nn.Parameter(torch.zeros(config.blocks, hidden_size, width))
         self.register_buffer("vocabulary_V", None)
         self.register_buffer("calibration_2PK", None)
         self.register_buffer("sharpness_K", torch.ones(config.horizons))

@@ -135,8 +135,7 @@ def load_heads(folder: str | Path, model: PreTrainedModel) -> FutureHeads:
 
 def _what_is_wrong(state: dict[str, Tensor], config: HeadsConfig, model: Fingerprint) -> str | None:
     """Of what no shape of `FutureHeads` checks, or only once it has been allocated."""
-    blocks = 1 if config.sees == "path" else config.horizons
-    shape, second = (blocks, model.hidden_size, config.width_factor * model.hidden_size), state.get("second_BHF")
+    shape, second = (config.blocks, model.hidden_size, config.width_factor * model.hidden_size), state.get("second_BHF")
     if second is None or tuple(second.shape) != shape:
         return f"no weights of heads that see the {config.sees}, with width factor {config.width_factor}"
     bias = state.get("bias_KF")
