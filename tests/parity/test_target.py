@@ -76,7 +76,7 @@ def test_uneven_trees_of_several_sequences_give_the_models_own_logits(
         if bug == "written elsewhere":
             self.write_2N = self.write_2N[0], self.write_2N[1].roll(1)
         if bug == "read elsewhere":
-            self._pads = self._pads[0].flip(0), self._pads[1]
+            self._cell_N = self._cell_N.flip(0)
 
     monkeypatch.setattr(TreePass, "__init__", broken)
     prompts = [TOKENS[:n].tolist() for n in (12, 20, 3)]

@@ -69,8 +69,9 @@ class HitCalibrator:
 
         Best candidate first, as the scores are. A score that is not finite never hits.
         """
-        share_PSKC = torch.softmax(_centred(score_SKC) * self.beta_PK[:, None, :, None], dim=-1)
-        hit_PSKC = (share_PSKC * self.coverage_PK[:, None, :, None]).where(score_SKC.isfinite(), 0.0)
+        finite_SKC = _finite(score_SKC)
+        share_PSKC = torch.softmax(_centred(score_SKC, finite_SKC) * self.beta_PK[:, None, :, None], dim=-1)
+        hit_PSKC = (share_PSKC * self.coverage_PK[:, None, :, None]).where(finite_SKC, 0.0)
         return hit_PSKC[0], torch.minimum(hit_PSKC[0], hit_PSKC[1])
 
     def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
@@ -94,9 +95,10 @@ class HitCalibrator:
             place_N: int64, the horizon from 0, and K more aside from the best path.
             valid_N: bool.
         """
-        counts_N = (valid_N & score_NC.isfinite().any(-1)).float()
+        finite_NC = _finite(score_NC)
+        counts_N = (valid_N & finite_NC.any(-1)).float()
         hit_N = counts_N * match_NC.any(-1)
-        centred_NC = _centred(score_NC)
+        centred_NC = _centred(score_NC, finite_NC)
         share_NC = torch.softmax(centred_NC * self.beta_PK.view(-1)[place_N, None], dim=-1)
         mean_N = (share_NC * centred_NC).sum(-1)
         variance_N = (share_NC * (centred_NC - mean_N[:, None]).square()).sum(-1)
@@ -149,7 +151,11 @@ def _on_best_path(tree: Tree) -> Tensor:
     return best_N
 
 
-def _centred(score_NC: Tensor) -> Tensor:
+def _finite(score_NC: Tensor) -> Tensor:
+    return score_NC.abs() < torch.inf  # half the time of isfinite
+
+
+def _centred(score_NC: Tensor, finite_NC: Tensor) -> Tensor:
     """Scores relative to the row's best finite one, in [FLOOR, 0]; what is not finite sinks to FLOOR."""
-    finite_NC = score_NC.float().where(score_NC.isfinite(), torch.finfo(torch.float32).min)
-    return (finite_NC - finite_NC.amax(-1, keepdim=True)).clamp(min=FLOOR)
+    score_NC = score_NC.float().where(finite_NC, torch.finfo(torch.float32).min)
+    return (score_NC - score_NC.amax(-1, keepdim=True)).clamp(min=FLOOR)

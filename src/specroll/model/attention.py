@@ -100,7 +100,8 @@ class TreePass:
     """The packed rows of the first S slots' trees, written behind their prefixes of `length_S` tokens.
 
     Attention wants a rectangle: sequences with fewer rows than the largest tree (n = tree.size) are padded for the
-    length of the call, by rows whose results nobody reads.
+    length of the call, by copies of the first row whose results nobody reads. The G query heads of a key head become
+    more rows of the same product, so that keys are read once. Rows are laid out and taken back by one copy each.
     """
 
     def __init__(self, cache: SlotCache, tree: Tree, length_S: Tensor, longest: int, seen_Nn: Tensor) -> None:
@@ -109,22 +110,30 @@ class TreePass:
         self.running = length_S.shape[0]
         self.live = longest + tree.size
         self.write_2N = tree.sequence_N, length_S[tree.sequence_N] + tree.slot_N
-        self._pads: tuple[Tensor, Tensor] | None = None
-        if tree.token_N.shape[0] < self.running * self.size:
-            place_N = tree.sequence_N * self.size + tree.slot_N
-            row_X = place_N.new_zeros(self.running * self.size)
-            row_X[place_N] = torch.arange(place_N.shape[0], device=place_N.device)
-            self._pads = row_X, place_N
-        self._lay_out(tree, seen_Nn)
+        self._lay_out(tree, tree.sequence_N * self.size + tree.slot_N, seen_Nn)
 
-    def _lay_out(self, tree: Tree, seen_Nn: Tensor) -> None:
-        self._seen_SNN = self._padded(seen_Nn, 0).view(self.running, self.size, self.size)
-        self._depth_SN = self._padded(tree.depth_N, 0).view(self.running, self.size)
+    def _lay_out(self, tree: Tree, cell_N: Tensor, seen_Nn: Tensor) -> None:
+        """`cell_N`: where the rows stand in the rectangle [S, n]; outside of it where a row only fills up the pass."""
+        cells = self.running * self.size
+        row_X = cell_N.new_zeros(cells + 1)
+        row_X[cell_N] = torch.arange(cell_N.shape[0], device=cell_N.device)
+        self._row_SN = row_X[:-1].view(self.running, self.size)
+        self._cell_N = cell_N.clamp(max=cells - 1)
+        self._seen_SNN = seen_Nn[self._row_SN]
+        self._depth_SN = tree.depth_N[self._row_SN]
         self._masks: dict[int | None, Tensor] = {}
+        self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def _padded(self, x: Tensor, dim: int) -> Tensor:
-        """Rows of the packed dimension laid out as S times n, pads being copies of the first."""
-        return x if self._pads is None else x.index_select(dim, self._pads[0])
+    def _place(self, heads: int, group: int) -> tuple[Tensor, Tensor]:
+        """Which of the rows' N * A queries stands where in [S, A/G, G * n], and which of the results there is whose."""
+        if (heads, group) not in self._places:
+            at = torch.arange(heads * group, device=self._cell_N.device).view(heads, group)
+            query_SAGN = self._row_SN[:, None, None] * (heads * group) + at[..., None]
+            sequence_N, slot_N = self._cell_N // self.size, self._cell_N % self.size
+            # Results come in the order [S, G * n, A/G].
+            result_NAG = ((sequence_N[:, None] * group + at[0]) * self.size + slot_N[:, None])[:, None] * heads
+            self._places[heads, group] = query_SAGN.flatten(), (result_NAG + at[:, :1] // group).flatten()
+        return self._places[heads, group]
 
     def _mask(self, window: int | None, group: int, like: Tensor) -> Tensor:
         """Additive [S, 1, G * n, L]: the prefix (within the window) and the own ancestors."""
@@ -146,13 +155,11 @@ class TreePass:
         group = query.shape[0] // heads
         self.cache.write(layer, *self.write_2N, torch.stack((key.transpose(0, 1), value.transpose(0, 1)), 1))
         live_key, live_value = self.cache.kv[layer, :, : self.running, :, : self.live]
-        # The G query heads of a key head become more rows of the same product, so keys are read once.
-        q = self._padded(query, 1).view(heads, group, self.running, self.size, width).permute(2, 0, 1, 3, 4)
-        q = q.reshape(self.running, heads, group * self.size, width)
+        query_X, result_X = self._place(heads, group)
+        q = query.transpose(0, 1).reshape(-1, width).index_select(0, query_X)
+        q = q.view(self.running, heads, group * self.size, width)
         out = scaled_dot_product_attention(q, live_key, live_value, self._mask(window, group, q), scale=scale)
-        out = out.view(self.running, heads, group, self.size, width).permute(0, 3, 1, 2, 4)
-        out = out.reshape(self.running * self.size, heads * group, width)
-        return out if self._pads is None else out.index_select(0, self._pads[1])
+        return out.transpose(1, 2).reshape(-1, width).index_select(0, result_X).view(-1, heads * group, width)
 
 
 class PaddedTreePass(TreePass):
@@ -172,14 +179,8 @@ class PaddedTreePass(TreePass):
             tree.sequence_N.clamp(max=cache.slots - 1),
             (length_X[tree.sequence_N] + tree.slot_N).where(tree.sequence_N < self.running, cache.length),
         )
-        self._pads = None
-        if tree.size > 1:
-            cells = self.running * self.size
-            place_N = tree.sequence_N * self.size + tree.slot_N  # of all pads: the one cell behind the rectangle
-            row_X = place_N.new_zeros(cells + 1)
-            row_X[place_N] = torch.arange(place_N.shape[0], device=place_N.device)
-            self._pads = row_X[:-1], place_N.clamp(max=cells - 1)
-        self._lay_out(tree, seen_Nn)
+        cell_N = tree.sequence_N * self.size + tree.slot_N  # of all pads: the one behind the rectangle
+        self._lay_out(tree, cell_N, seen_Nn)
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

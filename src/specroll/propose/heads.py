@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from specroll.config import HeadsConfig
 from specroll.propose.readout import output_layer
 
-RMS_EPSILON = 1e-6
+_TINY = 1e-12
 
 
 class FutureHeads(nn.Module):
@@ -129,4 +129,9 @@ class FutureHeads(nn.Module):
 
 def rms_norm(x_SH: Tensor) -> Tensor:
     """Root mean square 1 along the last dimension; no parameters."""
-    return F.rms_norm(x_SH, x_SH.shape[-1:], eps=RMS_EPSILON)
+    return unit(x_SH) * x_SH.shape[-1] ** 0.5
+
+
+def unit(x_SH: Tensor) -> Tensor:
+    """Length 1 along the last dimension, or all zero."""
+    return x_SH / (torch.linalg.vector_norm(x_SH, dim=-1, keepdim=True) + _TINY)

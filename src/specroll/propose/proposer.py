@@ -22,7 +22,7 @@ from specroll import noise
 from specroll.budget.calibrate import HitCalibrator
 from specroll.config import ReflexName, check_reflex
 from specroll.model.linear import pack
-from specroll.propose.heads import FutureHeads, rms_norm
+from specroll.propose.heads import FutureHeads, rms_norm, unit
 from specroll.propose.readout import Readout, embed, output_layer
 from specroll.reflex import AssociativeMemory, Recall
 from specroll.types import Draft, Features, Tree, Verdict
@@ -35,7 +35,13 @@ class _Products(NamedTuple):
     """The heads' layers and the draft rows of lm_head, made ready for one-row products; of one state of the weights."""
 
     stamp: tuple[int, ...]
-    first_B: list[Callable[[Tensor], Tensor]]
+    state_B: list[Callable[[Tensor], Tensor]]
+    """The half of the first matrices that sees the state, for states of length 1."""
+    token_B: list[Callable[[Tensor], Tensor]]
+    """The half that sees a token; none where heads see none."""
+    drafted_VF: Tensor | None
+    """`token_B` of every drafted token, where there are few."""
+    bias_K: tuple[Tensor, ...]
     second_B: list[Callable[[Tensor], Tensor]]
     readout: Callable[[Tensor], Tensor]
 
@@ -92,9 +98,8 @@ class HeadsProposer:
     def _take_over(self) -> None:
         vocabulary_V = self.heads.vocabulary_V
         self._readout = Readout.of(self.model, vocabulary_V)
-        self._word_V = self._embedding_VH = None
-        if vocabulary_V is not None:  # of few tokens it pays to know at once what is asked for in every round
-            self._word_V, self._embedding_VH = noise.token_words(vocabulary_V), self._embed(vocabulary_V)
+        self._sharpness_K = self.heads.sharpness_K
+        self._word_V = None if vocabulary_V is None else noise.token_words(vocabulary_V)
         self._memory: AssociativeMemory | None = None
         if self.reflex == "associative":
             self._memory = AssociativeMemory(self.heads.vocab_size, vocabulary_V, self.heads.first_BFI.device)
@@ -120,6 +125,7 @@ class HeadsProposer:
         """What the sequences' texts up to their roots have shown; None with Reflex off."""
         return None if self._memory is None else self._memory.recall(past_SL, position_S)
 
+    @torch.no_grad()
     def best(
         self, hidden_SH: Tensor, root_S: Tensor, noise_SKV: Tensor | None, recall: Recall | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -127,22 +133,23 @@ class HeadsProposer:
 
         `noise_SKV` is that of the draft vocabulary; None ranks by logits alone. `recall` corrects the heads' logits.
         """
-        products, heads, state_SH = self._prepared(), self.heads, hidden_SH.float()
-        latest = [self._embed(root_S)] if heads.path_length else []
+        products, state_SH = self._prepared(), hidden_SH.float()
+        told_BSF = [product(self._embed(root_S)) for product in products.token_B]
         found: list[tuple[Tensor, Tensor]] = []
         for stage in self._stages():
-            states_k = [self._step(products, k, state_SH, latest) for k in range(stage.start, stage.stop)]
-            score_SkV = self._readout.finish(products.readout(torch.stack(states_k, dim=1)))
+            states_k = [self._step(products, k, state_SH, told_BSF) for k in range(stage.start, stage.stop)]
+            state_SkH = states_k[0][:, None] if len(states_k) == 1 else torch.stack(states_k, dim=1)
+            score_SkV = self._readout.finish(products.readout(state_SkH))
             if recall is not None:
                 for ahead, score_SV in enumerate(score_SkV.unbind(1)):
                     recall.correct_(score_SV, ahead)
             if noise_SKV is not None:
-                score_SkV = add_noise(score_SkV, noise_SKV[:, stage], heads.sharpness_K[stage])
+                score_SkV = add_noise(score_SkV, noise_SKV[:, stage], self._sharpness_K[stage])
             score_SkC, index_SkC = score_SkV.topk(min(self.candidates, score_SkV.shape[-1]), dim=-1)
             found.append((index_SkC, score_SkC))
             if stage.stop < self.horizons:
                 best_S = index_SkC[:, 0, 0]
-                state_SH, latest = states_k[-1], [self._drafted(best_S)]
+                state_SH, told_BSF = states_k[-1], [self._drafted(products, best_S)]
                 if recall is not None:
                     recall.follow(self._token(best_S))
         index_SKC, score_SKC = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
@@ -150,20 +157,24 @@ class HeadsProposer:
 
     def _token(self, index: Tensor) -> Tensor:
         """Token ids of places in the draft vocabulary."""
-        return index if self.heads.vocabulary_V is None else self.heads.vocabulary_V[index]
+        return index if self.heads.vocabulary_V is None else self.heads.vocabulary_V.take(index)
 
     def _embed(self, token_S: Tensor) -> Tensor:
         return rms_norm(embed(self.model, token_S).float())
 
-    def _drafted(self, index_S: Tensor) -> Tensor:
-        """`_embed` of what was drafted, by its place in the draft vocabulary."""
-        return self._embed(index_S) if self._embedding_VH is None else self._embedding_VH.index_select(0, index_S)
+    def _drafted(self, products: _Products, index_S: Tensor) -> Tensor:
+        """What the heads are told of drafted tokens, by their places in the draft vocabulary."""
+        if products.drafted_VF is None:
+            return products.token_B[0](self._embed(index_S))
+        return products.drafted_VF.index_select(0, index_S)
 
-    def _step(self, products: _Products, k: int, state_SH: Tensor, latest: list[Tensor]) -> Tensor:
+    def _step(self, products: _Products, k: int, state_SH: Tensor, told_BSF: list[Tensor]) -> Tensor:
         """The state of horizon index k, as `FutureHeads.forward` makes it."""
         block = 0 if self.heads.shares else k
-        inner_SF = products.first_B[block](torch.cat((rms_norm(state_SH), *latest), -1)) + self.heads.bias_KF[k]
-        return state_SH + products.second_B[block](F.silu(inner_SF))
+        inner_SF = products.state_B[block](unit(state_SH)).add_(products.bias_K[k])
+        if told_BSF:
+            inner_SF.add_(told_BSF[block])
+        return products.second_B[block](F.silu(inner_SF)).add_(state_SH)
 
     def _stages(self) -> list[slice]:
         """Horizons that can be done at once: each by itself where it must know what the one before proposes."""
@@ -195,14 +206,26 @@ class HeadsProposer:
         stamp = (first_BFI.data_ptr(), first_BFI._version, second_BHF.data_ptr(), second_BHF._version)
         if self._products is None or self._products.stamp != stamp:
             self._products = None  # never hold the old packs beside the new
-            dtype = self._readout.row_VH.dtype
-            self._products = _Products(
-                stamp,
-                [_product(first_FI, None, dtype) for first_FI in first_BFI],
-                [_product(second_HF, None, dtype) for second_HF in second_BHF],
-                _product(self._readout.row_VH, self._readout.bias_V, dtype),
-            )
+            self._products = self._prepare(stamp)
         return self._products
+
+    def _prepare(self, stamp: tuple[int, ...]) -> _Products:
+        heads, readout, vocabulary_V = self.heads, self._readout, self.heads.vocabulary_V
+        product = partial(_product, bias=None, dtype=readout.row_VH.dtype)
+        state_BFH, *token_BFH = heads.first_BFI.split(heads.hidden_size, dim=-1)
+        token_B = [product(token_FH) for told_BFH in token_BFH for token_FH in told_BFH]
+        drafted_VF = None
+        if heads.shares and vocabulary_V is not None:
+            drafted_VF = token_B[0](self._embed(vocabulary_V))
+        return _Products(
+            stamp,
+            state_B=[product(state_FH * heads.hidden_size**0.5) for state_FH in state_BFH],
+            token_B=token_B,
+            drafted_VF=drafted_VF,
+            bias_K=heads.bias_KF.unbind(),
+            second_B=[product(second_HF) for second_HF in heads.second_BHF],
+            readout=_product(readout.row_VH, readout.bias_V, readout.row_VH.dtype),
+        )
 
 
 def add_noise(logits_SKV: Tensor, noise_SKV: Tensor, sharpness_K: Tensor) -> Tensor:

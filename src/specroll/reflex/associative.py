@@ -36,44 +36,59 @@ class AssociativeMemory:
     def __init__(self, vocab_size: int, vocabulary_V: Tensor | None, device: torch.device) -> None:
         """`vocabulary_V`: the token ids that logits are of; None for all."""
         if vocabulary_V is None:
-            self._slot_of = torch.arange(vocab_size, device=device)
-        else:
-            self._slot_of = torch.full((vocab_size,), -1, device=device)
-            self._slot_of[vocabulary_V] = torch.arange(vocabulary_V.numel(), device=device)
+            vocabulary_V = torch.arange(vocab_size, device=device)
+        self._slot_of = torch.zeros(vocab_size, dtype=torch.int64, device=device)
+        self._slot_of[vocabulary_V] = torch.arange(vocabulary_V.numel(), device=device)
+        self._worth_of = torch.zeros(vocab_size, device=device)  # 0 where a token has no logit
+        self._worth_of[vocabulary_V] = STRENGTH
+        self._weight_X = torch.tensor([1.0, *AGREEMENT], device=device).cumsum(0)  # by tokens that agree
+        self._longer_X = torch.arange(1, len(AGREEMENT) + 2, device=device).clamp_(max=len(AGREEMENT))
 
     def recall(self, past_SL: Tensor, position_S: Tensor) -> Recall:
         """What the sequences' tokens up to their roots at `position_S` say; the path is the root so far."""
-        known_SL = torch.arange(past_SL.shape[1], device=past_SL.device) <= position_S[:, None]
-        slot_SL = self._slot_of[past_SL.where(known_SL, 0)]
-        return Recall(past_SL.where(known_SL, -1), position_S, slot_SL)
+        slot_SL, worth_SL = self._slot_of.take(past_SL), self._worth_of.take(past_SL)
+        return Recall(past_SL, position_S, slot_SL, worth_SL, self._weight_X, self._longer_X)
 
 
 class Recall:
     """One round's corrections, along the path that is being drafted."""
 
-    def __init__(self, past_SL: Tensor, position_S: Tensor, slot_SL: Tensor) -> None:
-        """`past_SL` is -1 where nothing is known; `slot_SL` is where a token's logit stands, -1 where it has none."""
-        self._known_SL = (past_SL >= 0).float()
-        self._worth_SL = STRENGTH * self._known_SL * (slot_SL >= 0)
-        self._slot_SL = slot_SL.clamp(min=0)
-        self._before_SL = F.pad(past_SL, (1, 0), value=-1)[:, :-1]
-        self._weight_X = torch.tensor([1.0, *AGREEMENT], device=past_SL.device).cumsum(0)  # by tokens that agree
+    def __init__(
+        self,
+        past_SL: Tensor,
+        position_S: Tensor,
+        slot_SL: Tensor,
+        worth_SL: Tensor,
+        weight_X: Tensor,
+        longer_X: Tensor,
+    ) -> None:
+        """`weight_X` is w_j by the tokens that agree, `longer_X` how many agree after one more does.
+
+        What `past_SL` holds behind the roots does not matter.
+        """
+        length, most = past_SL.shape[1], len(AGREEMENT)
+        self._slot_SL, self._worth_SL, self._weight_X, self._longer_X = slot_SL, worth_SL, weight_X, longer_X
+        self._known_SL = (torch.arange(length, device=past_SL.device) <= position_S[:, None]).float()
+        key_SLn = F.pad(past_SL, (most, 0), value=-1).unfold(1, most, 1)  # the tokens before each place; -1 where none
+        self._before_SL = key_SLn[:, :-1, -1]
+        path_S1n = key_SLn.gather(1, (position_S + 1)[:, None, None].expand(-1, 1, most))
         # How many of the path's last tokens stand before a place; a column of none before the first.
-        self._agree_SL1 = torch.zeros_like(F.pad(past_SL, (1, 0)))
-        for back in reversed(range(len(AGREEMENT))):
-            at_S1 = (position_S - back)[:, None]
-            self.follow(past_SL.gather(1, at_S1.clamp(min=0)).where(at_S1 >= 0, -2).squeeze(1))
+        same_nSL = (key_SLn[:, :-1] == path_S1n).long().unbind(-1)  # the latest token last
+        agree_SL = same_nSL[0]
+        for same_SL in same_nSL[1:]:
+            agree_SL = torch.addcmul(same_SL, same_SL, agree_SL)
+        self._agree_SL1 = F.pad(agree_SL, (1, 0))
 
     def follow(self, token_S: Tensor) -> None:
         """The path goes on with these tokens."""
-        longer_SL = (self._agree_SL1[:, :-1] + 1).clamp_(max=len(AGREEMENT))
-        self._agree_SL1[:, 1:] = longer_SL.mul_(self._before_SL == token_S[:, None])
+        longer_SL = self._longer_X.take(self._agree_SL1[:, :-1])
+        torch.mul(longer_SL, self._before_SL == token_S[:, None], out=self._agree_SL1[:, 1:])
 
     def correct_(self, logits_SV: Tensor, ahead: int = 0) -> Tensor:
         """Add, in place, what is known of the token `ahead` places behind the one that follows the path."""
         agree_SL = self._agree_SL1[:, 1:]
         if ahead:
             agree_SL = F.pad(agree_SL, (ahead, 0))[:, :-ahead]
-        weight_SL = self._weight_X[agree_SL].mul_(self._known_SL)
+        weight_SL = self._weight_X.take(agree_SL).mul_(self._known_SL)
         total_S1 = weight_SL.sum(1, keepdim=True).add_(RESERVE)
         return logits_SV.scatter_add_(1, self._slot_SL, weight_SL.mul_(self._worth_SL).div_(total_S1))

@@ -90,7 +90,7 @@ def test_each_step_follows_its_own_formula(model: LlamaForCausalLM, sees: HeadsS
     path_SKH = embed(model, torch.randint(64, (3, 4), generator=torch.Generator().manual_seed(5)))
 
     def normed(x: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        return x / x.square().mean(-1, keepdim=True).sqrt()
 
     state_SKH = heads(seen.hidden_SH, path_SKH)
     assert heads.first_BFI.shape == ((1, 64, 64) if sees == "path" else (4, 64, 64 if sees == "root" else 32))
