@@ -78,7 +78,8 @@ def test_speculation_changes_no_token(architecture: str, sampling: SamplingParam
             engine = Engine(model, proposer=proposer, budget=budget, config=EngineConfig(max_running=slots))
             rollout = engine.generate(requests(), sampling)
             assert tokens_of(rollout.completions) == known
-            assert any(r.proposed for r in rollout.rounds)
+            if budget.fixed_nodes:  # what pays is this machine's affair
+                assert any(r.proposed for r in rollout.rounds)
     assert rollout.tokens_per_round > 1.5  # deep paths were really taken
 
 
