@@ -139,13 +139,13 @@ class Judge:
         """Chunks of positions, and the candidates and their scores there: [B], twice [B, K, C], on the CPU."""
         device = proposer.heads.first_BFI.device
         for position_B, noise_BKV in self._ahead(proposer.heads):
-            token_BKC, score_BKC = proposer.best(
+            best = proposer.best(
                 self.samples.hidden_PH[position_B].to(device),
                 self.samples.token_P[position_B].to(device),
                 noise_BKV.to(device) if proposer.ranking == "noise" else None,
                 self._recall(proposer, position_B),
             )
-            yield position_B, token_BKC.cpu(), score_BKC.cpu()
+            yield position_B, best.token_SKC.cpu(), best.score_SKC.cpu()
 
     def _ahead(self, heads: FutureHeads) -> Iterator[tuple[Tensor, Tensor]]:
         """Chunks of positions and the noise of the draws ahead: [B], [B, K, V]."""

@@ -24,7 +24,7 @@ from specroll.config import ReflexName, check_reflex
 from specroll.model.linear import pack
 from specroll.propose.heads import FutureHeads, rms_norm, unit
 from specroll.propose.readout import Readout, embed, output_layer
-from specroll.reflex import AssociativeMemory, Recall
+from specroll.reflex import AssociativeMemory, Gate, Recall
 from specroll.types import Draft, Features, Tree, Verdict
 
 _SETTLED, _EVERY = 256, 4
@@ -44,6 +44,14 @@ class _Products(NamedTuple):
     bias_K: tuple[Tensor, ...]
     second_B: list[Callable[[Tensor], Tensor]]
     readout: Callable[[Tensor], Tensor]
+
+
+class Best(NamedTuple):
+    """Candidates of every horizon, best first, what they were ranked by, and the first best one without Reflex."""
+
+    token_SKC: Tensor
+    score_SKC: Tensor
+    lean_S: Tensor | None
 
 
 class HeadsProposer:
@@ -79,6 +87,7 @@ class HeadsProposer:
         self.heads, self.model, self.ranking, self.candidates, self.reflex = heads, model, ranking, candidates, reflex
         self.horizons = heads.horizons
         self.version = 0
+        self.gate = Gate(heads.first_BFI.device)
         self.calibrator = self._fresh_calibrator()
         self._take_over()
 
@@ -118,33 +127,42 @@ class HeadsProposer:
         noisy = self.ranking == "noise" and features.sampling.temperature > 0
         recall = None if features.past_SL is None else self.recall(features.past_SL, features.position_S)
         noise_SKV = self._noise(features) if noisy else None
-        token_SKC, score_SKC = self.best(features.hidden_SH, features.root_S, noise_SKV, recall)
-        return Draft(token_SKC, score_SKC, *self.calibrator.hit(score_SKC))
+        best = self.best(features.hidden_SH, features.root_S, noise_SKV, recall, compare=self._teaches)
+        return Draft(best.token_SKC, best.score_SKC, *self.calibrator.hit(best.score_SKC), best.lean_S)
 
     def recall(self, past_SL: Tensor, position_S: Tensor) -> Recall | None:
         """What the sequences' texts up to their roots have shown; None with Reflex off."""
-        return None if self._memory is None else self._memory.recall(past_SL, position_S)
+        return None if self._memory is None else self._memory.recall(past_SL, position_S, self.gate.open)
 
     @torch.no_grad()
     def best(
-        self, hidden_SH: Tensor, root_S: Tensor, noise_SKV: Tensor | None, recall: Recall | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The candidates of every horizon, best first, and their scores: FutureHeads.forward along the best path.
+        self,
+        hidden_SH: Tensor,
+        root_S: Tensor,
+        noise_SKV: Tensor | None,
+        recall: Recall | None = None,
+        *,
+        compare: bool = False,
+    ) -> Best:
+        """The candidates of every horizon: FutureHeads.forward along the best path.
 
-        `noise_SKV` is that of the draft vocabulary; None ranks by logits alone. `recall` corrects the heads' logits.
+        `noise_SKV` is that of the draft vocabulary; None ranks by logits alone. `recall` corrects the heads' logits;
+        `compare` asks for the first horizon's best candidate without it too.
         """
         products, state_SH = self._prepared(), hidden_SH.float()
         told_BSF = [product(self._embed(root_S)) for product in products.token_B]
         found: list[tuple[Tensor, Tensor]] = []
+        lean_S: Tensor | None = None
         for stage in self._stages():
             states_k = [self._step(products, k, state_SH, told_BSF) for k in range(stage.start, stage.stop)]
             state_SkH = states_k[0][:, None] if len(states_k) == 1 else torch.stack(states_k, dim=1)
             score_SkV = self._readout.finish(products.readout(state_SkH))
             if recall is not None:
+                if compare and not found:
+                    lean_S = self._token(self._ranked(score_SkV, noise_SKV, stage)[:, 0].argmax(-1))
                 for ahead, score_SV in enumerate(score_SkV.unbind(1)):
                     recall.correct_(score_SV, ahead)
-            if noise_SKV is not None:
-                score_SkV = add_noise(score_SkV, noise_SKV[:, stage], self._sharpness_K[stage])
+            score_SkV = self._ranked(score_SkV, noise_SKV, stage)
             score_SkC, index_SkC = score_SkV.topk(min(self.candidates, score_SkV.shape[-1]), dim=-1)
             found.append((index_SkC, score_SkC))
             if stage.stop < self.horizons:
@@ -153,7 +171,13 @@ class HeadsProposer:
                 if recall is not None:
                     recall.follow(self._token(best_S))
         index_SKC, score_SKC = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-        return self._token(index_SKC), score_SKC
+        return Best(self._token(index_SKC), score_SKC, lean_S)
+
+    def _ranked(self, logits_SkV: Tensor, noise_SKV: Tensor | None, stage: slice) -> Tensor:
+        """What candidates of these horizons are ranked by."""
+        if noise_SKV is None:
+            return logits_SkV
+        return add_noise(logits_SkV, noise_SKV[:, stage], self._sharpness_K[stage])
 
     def _token(self, index: Tensor) -> Tensor:
         """Token ids of places in the draft vocabulary."""
@@ -184,9 +208,18 @@ class HeadsProposer:
 
     @torch.no_grad()
     def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
-        if self._rounds < _SETTLED or self._rounds % _EVERY == 0:
+        if self._teaches:
             self.calibrator.observe(draft, tree, verdict)
+            if draft.lean_S is not None:
+                own_S = torch.arange(draft.lean_S.shape[0], device=draft.lean_S.device)
+                root_S = torch.searchsorted(tree.sequence_N, own_S)  # rows are sorted by sequence, roots first
+                self.gate.observe(draft.token_SKC[:, 0, 0], draft.lean_S, verdict.draws.token_N[root_S])
         self._rounds += 1
+
+    @property
+    def _teaches(self) -> bool:
+        """Whether this round's outcome is to be learned from."""
+        return self._rounds < _SETTLED or self._rounds % _EVERY == 0
 
     def _noise(self, features: Features) -> Tensor:
         """g at the positions that the horizons predict (the root's + 1 .. K), for the draft vocabulary: [S, K, V]."""

@@ -7,9 +7,9 @@ memory: its key is the tokens before it, its value the token x_j. Where the path
     w_j = 1 + sum_n b_n [x_{j-1} = c_1, .., x_{j-n} = c_n],
     logits(v) += lambda * sum_j w_j [x_j = v] / (w_0 + sum_j w_j).
 
-So the correction of a token is at most lambda, and next to nothing where nothing alike was seen: the similarity mass
-is the gate. It knows one trajectory and its prompt, needs no gradient, and is gone when the trajectory ends. Verified
-tokens in, logits out: it knows neither heads nor trees.
+So the correction of a token is at most lambda, and next to nothing where nothing alike was seen. It knows one
+trajectory and its prompt, needs no gradient, and is gone when the trajectory ends. Verified tokens in, logits out: it
+knows neither heads nor trees.
 
 Hidden states as keys (the target's own, or its cached values) were tried: with them hits were as often, no oftener.
 
@@ -44,9 +44,12 @@ class AssociativeMemory:
         self._weight_X = torch.tensor([1.0, *AGREEMENT], device=device).cumsum(0)  # by tokens that agree
         self._longer_X = torch.arange(1, len(AGREEMENT) + 2, device=device).clamp_(max=len(AGREEMENT))
 
-    def recall(self, past_SL: Tensor, position_S: Tensor) -> Recall:
-        """What the sequences' tokens up to their roots at `position_S` say; the path is the root so far."""
-        slot_SL, worth_SL = self._slot_of.take(past_SL), self._worth_of.take(past_SL)
+    def recall(self, past_SL: Tensor, position_S: Tensor, share: Tensor) -> Recall:
+        """What the sequences' tokens up to their roots at `position_S` say; the path is the root so far.
+
+        `share`, a scalar in [0, 1], is how much of it counts (`Gate.open`).
+        """
+        slot_SL, worth_SL = self._slot_of.take(past_SL), self._worth_of.take(past_SL) * share
         return Recall(past_SL, position_S, slot_SL, worth_SL, self._weight_X, self._longer_X)
 
 

@@ -51,8 +51,9 @@ class SpecRollout:
         engine_config: how many responses run at once.
         budget: how many nodes a round may verify, and whether Reflex corrects what is proposed.
 
-    The trainer's logs gain `specroll/tokens_per_second`, `specroll/tokens_per_round` and `specroll/acceptance`, and
-    where heads have learned `specroll/learning_seconds`.
+    The trainer's logs gain `specroll/tokens_per_second`, `specroll/tokens_per_round` and `specroll/acceptance`, where
+    heads propose `specroll/reflex_open` (1 while Reflex corrects them, 0 while its gate is shut), and where heads have
+    learned `specroll/learning_seconds`.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class SpecRollout:
         engine.target.release()
         self.seconds += time.perf_counter() - started
         _log(rollout, trainer, mode)
+        if isinstance(engine.proposer, HeadsProposer) and engine.proposer.reflex != "off":
+            trainer._metrics[mode]["specroll/reflex_open"].append(float(engine.proposer.gate.open))
         if records:
             self._learn(engine, rollout, trainer)
         return {
