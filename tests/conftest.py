@@ -28,13 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.real)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For small arrays: on a busy machine two threads would mostly wait for each other."""
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiny models gain nothing from a second thread, and on a busy machine the two would mostly wait for each other."""
     import torch
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads if "real_model" in request.fixturenames else 1)
     yield
     torch.set_num_threads(threads)
 

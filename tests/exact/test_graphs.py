@@ -102,7 +102,7 @@ def test_planted_bugs_in_the_padding_are_noticed(bug: str, monkeypatch: pytest.M
         if bug == "pads write to row 0":
             self.write_2N = tuple(index_N.where(~pad_N, index_N[0]) for index_N in self.write_2N)
         if bug == "pads lie in the rectangle":
-            self._pads[0][0] = tree.token_N.shape[0] - 1
+            self._row_SN[0, 0] = tree.token_N.shape[0] - 1
         if bug == "longer prefix for pads":
             self.length_S.add_(1)
 
@@ -238,14 +238,14 @@ def test_all_that_is_recorded_is_on_the_models_device(
     """On a device without values, where only shapes are computed: nothing is fetched from the host or asked for."""
     original = PaddedTreePass._lay_out
 
-    def broken(self, tree, seen_Nn):  # type: ignore[no-untyped-def]
+    def broken(self, tree, cell_N, seen_Nn):  # type: ignore[no-untyped-def]
         if bug == "index":
             seen_Nn[torch.arange(1)]
         if bug == "operand":
             seen_Nn = seen_Nn & torch.ones(1, dtype=torch.bool)
         if bug == "value":
             tree.depth_N.max().item()
-        original(self, tree, seen_Nn)
+        original(self, tree, cell_N, seen_Nn)
 
     monkeypatch.setattr(PaddedTreePass, "_lay_out", broken)
     target = HFTarget(tiny(architecture).to("meta"))

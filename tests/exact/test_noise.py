@@ -18,9 +18,6 @@ from specroll.noise import gumbel, gumbel_all, row_keys, to_gumbel_, uniform, un
 MASK64 = (1 << 64) - 1
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def z_of_chi_square(count_X: Tensor, expected_X: Tensor | float) -> float:
     """How many standard deviations a chi-square statistic is from its mean (Wilson and Hilferty)."""
     freedom = count_X.numel() - 1

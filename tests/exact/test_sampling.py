@@ -33,9 +33,6 @@ EVERY_KIND = [
 ]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def logits(rows: int, vocab_size: int, scale: float = 3.0, seed: int = 0) -> Tensor:
     return scale * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 

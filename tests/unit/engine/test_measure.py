@@ -22,7 +22,7 @@ LAW = SamplingParams()
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:  # type: ignore[no-untyped-def]
+def cache(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
