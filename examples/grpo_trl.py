@@ -1,15 +1,16 @@
 """GRPO in your own TRL script: the trainer's class is the only line that changes.
 
-    python examples/grpo_trl.py [MODEL] [STEPS] [FOLDER]
+    python examples/grpo_trl.py [--model MODEL] [--steps STEPS] [--output FOLDER]
 
 Teaches a model to answer in few words. The rewards, the data set and every other argument are TRL's.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from typing import Any
 
+import torch
 from datasets import Dataset
 from trl import GRPOConfig
 
@@ -27,6 +28,7 @@ def main(
     name: str | None = None, steps: int = 20, folder: str = "runs/brevity", **settings: Any
 ) -> SpecRollGRPOTrainer:
     model, tokenizer = load_model(name)
+    gpu = torch.cuda.is_available()
     trainer = SpecRollGRPOTrainer(
         model=model,
         processing_class=tokenizer,
@@ -41,6 +43,9 @@ def main(
             learning_rate=1e-5,
             logging_steps=1,
             report_to="none",
+            use_cpu=not gpu,
+            bf16=gpu,
+            dataloader_pin_memory=gpu,
             **settings,
         ),
     )
@@ -49,5 +54,9 @@ def main(
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    main(words[0] if words else None, int(words[1]) if len(words) > 1 else 20, *words[2:3])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder or hub name; SmolLM2-135M-Instruct by default")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--output", default="runs/brevity")
+    options = parser.parse_args()
+    main(options.model, options.steps, options.output)

@@ -188,6 +188,13 @@ def profile() -> str:
     return "\n".join([*lines, "", f"`{r['command']}`, {_machine(r['machine'])}."])
 
 
+def compiled_layers() -> str:
+    r = _load("compiled_layers")
+    lines = _columns(f"a pass of {r['layers']} layers and lm_head, ms", r["pass_ms"])
+    compiling = f"Compiling them for these rounds took {r['compile_seconds']:.0f} s."
+    return "\n".join([*lines, "", compiling, "", f"`{r['command']}`, {_machine(r['machine'])}."])
+
+
 def _columns(corner: str, columns: dict[str, dict[str, float]]) -> list[str]:
     """A table whose columns are named by running sequences."""
     rows = next(iter(columns.values()))

@@ -69,7 +69,7 @@ def specroll_generate(
     if stop and engine.tokenizer is None:
         raise ValueError(
             "stop strings need a tokenizer, which transformers does not hand on: pass engine=build_engine(model, "
-            "tokenizer) to generate"
+            "tokenizer) to generate (from specroll.build import build_engine)"
         )
     requests = [
         Request(prompt_ids=ids, sample=row, max_new_tokens=limit - input_ids.shape[1])

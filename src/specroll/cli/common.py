@@ -67,9 +67,12 @@ def refuse_existing(path: Path | None, what: str) -> None:
 
 
 def check_writable(path: Path | None) -> None:
-    """Make the folder and the file, before hours go into what is to be written there. Raises OSError."""
-    if path is not None:
+    """Make the folder and try the file, before hours go into what is to be written there. Raises OSError."""
+    if path is not None and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        path.unlink()  # what fails or is interrupted leaves no empty file
+    elif path is not None:
         path.touch()
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specroll.types import Request
 
 MEASURED, MEASURED_NODES = 32, 8
+_MEASURED_SHARE = 10  # of small fits: measuring must not take longer than what it measures
 _APART = 1 << 50  # keeps the noise of measured responses apart from that of the sampled ones
 
 
@@ -157,7 +158,7 @@ def _collect(options: Options, engine: Engine, requests: list[Request], work: Pa
         settings,
         piece=2 * options.max_running,
         on_progress=lambda done, total: progress(
-            "sampling", done, total, f"{rates[-1]:.0f} tokens/s" if rates else "from before"
+            "sampling", done, total, f"{rates[-1]:.0f} tokens/s" if rates else "from before" if done else ""
         ),
     )
 
@@ -177,15 +178,16 @@ def _requests(options: Options, engine: Engine, split: str, number: int) -> list
 
 
 def _held_out(options: Options, engine: Engine, sampled: list[Request]) -> list[Request]:
-    """Requests to measure with, whose responses were not learned from."""
+    """Requests to measure with, whose responses were not learned from: `MEASURED`, or a tenth as many."""
+    most = min(MEASURED, max(2, len(sampled) // _MEASURED_SHARE))
     if options.task.endswith((".jsonl", ".jsonl.gz")):
         # A file of one's own has no held-out part: its other questions, or else other responses to the same ones.
-        every = _requests(options, engine, "train", len(sampled) + options.group * MEASURED)
+        every = _requests(options, engine, "train", len(sampled) + options.group * most)
         known = {r.prompt_ids for r in sampled}
         requests = [r for r in every if r.prompt_ids not in known] or every
     else:
-        requests = _requests(options, engine, "held_out", MEASURED)
-    return [replace(r, sample=r.sample + _APART) for r in requests[:MEASURED]]
+        requests = _requests(options, engine, "held_out", most)
+    return [replace(r, sample=r.sample + _APART) for r in requests[:most]]
 
 
 def _tokens_per_round(
@@ -198,6 +200,7 @@ def _tokens_per_round(
         engine.target.causal, engine.tokenizer, heads=heads, fixed_nodes=MEASURED_NODES, max_running=8
     )
     done = count(1)
+    progress(stage, 0, len(requests))
     rollout = measured.generate(
         requests,
         options.sampling(),

@@ -213,7 +213,7 @@ def finish(options: TimingOptions, results: Results) -> None:
 
 def _finished(path: Path | None, results: Results) -> Results:
     """Cells that the same command has measured on the same machine, before it was interrupted."""
-    if path is None or not path.stat().st_size:
+    if path is None or not path.exists() or not path.stat().st_size:
         return {}
     try:
         earlier = dict(json.loads(path.read_text(encoding="utf-8")))

@@ -1,9 +1,11 @@
-"""How far a command has come, on standard error: bars on a terminal, a line per finished stage elsewhere."""
+"""How far a command has come, on standard error: bars on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import time
 from types import TracebackType
+
+_SAY_SECONDS = 30.0
 
 
 class Progress:
@@ -25,6 +27,7 @@ class Progress:
             disable=not self._console.is_terminal,
         )
         self._stages: dict[str, tuple[int, float]] = {}  # the bar's number, and when it began
+        self._said = 0.0
 
     def __enter__(self) -> Progress:
         self._bars.start()
@@ -34,12 +37,21 @@ class Progress:
         self._bars.stop()
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
-        if stage not in self._stages:
+        begins = stage not in self._stages
+        if begins:
             self._stages[stage] = (self._bars.add_task(stage, total=total, note=note), time.monotonic())
         bar, began = self._stages[stage]
         self._bars.update(bar, completed=done, total=total, note=note)  # type: ignore[arg-type]
-        if done >= total and not self._console.is_terminal:
-            self.say(f"{stage}: {done} in {time.monotonic() - began:.0f} s{', ' if note else ''}{note}")
+        if self._console.is_terminal:
+            return
+        now, note = time.monotonic(), f", {note}" if note else ""
+        if done >= total:
+            self.say(f"{stage}: {done} in {now - began:.0f} s{note}")
+        elif begins or now - self._said > _SAY_SECONDS:
+            self.say(f"{stage}: {done} of {total}{note}")
+        else:
+            return
+        self._said = now
 
     def say(self, line: str) -> None:
         """A line above the bars."""

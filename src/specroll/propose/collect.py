@@ -39,6 +39,8 @@ def collect(
     prompts = hashlib.sha256(json.dumps([(r.prompt_ids, r.sample) for r in requests]).encode()).hexdigest()
     _claim(folder / "settings.json", settings | {"prompts": prompts, "responses in a piece": piece})
     trajectories: list[Trajectory] = []
+    if on_progress is not None:
+        on_progress(0, len(requests))
     for start in range(0, len(requests), piece):
         path = folder / f"{start:06d}.safetensors"
         if not path.exists():

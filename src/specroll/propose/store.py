@@ -107,7 +107,7 @@ def load_heads(folder: str | Path, model: PreTrainedModel) -> FutureHeads:
         HeadsMismatchError: fitted to another model.
     """
     folder = Path(folder)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     try:
         fitted = Fingerprint(**manifest["model"])
         config = HeadsConfig(**manifest["heads"])
@@ -161,7 +161,8 @@ def _what_is_wrong(state: dict[str, Tensor], config: HeadsConfig, model: Fingerp
 _REFIT = "copy the folder again, or fit heads anew: specroll heads fit"
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a folder says of its heads. Raises `HeadsFileError` where there are none, or of another format."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())

@@ -61,6 +61,8 @@ class LiveView:
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(get_renderable=self._view, console=self.console, refresh_per_second=2)
             self._live.start(refresh=True)
+        else:
+            self._print(self._first())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -87,7 +89,7 @@ class LiveView:
             self._seconds["training"] += in_steps - generation
             self._seconds["other"] += took - in_steps
         if self._live is None:
-            self.console.print(self._line(), soft_wrap=True, markup=False, highlight=False)
+            self._print(self._line())
         else:
             self._live.refresh()
 
@@ -97,6 +99,12 @@ class LiveView:
             return None
         per_step = sum(self._per_step) / len(self._per_step)
         return max(per_step * (self.total_steps - self._step) - (self._clock() - self._updated), 0.0)
+
+    def _first(self) -> str:
+        return f"step 0/{self.total_steps}: the first step is running"
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     def _numbers(self) -> list[str]:
         forms = {
@@ -124,7 +132,7 @@ class LiveView:
 
     def _view(self) -> RenderableType:
         if not self._per_step:
-            return Text(f"step 0/{self.total_steps}: the first step is running", style="dim")
+            return Text(self._first(), style="dim")
         plain = self.console.options.ascii_only
         grid = Table.grid(padding=(0, 2))
         for _ in range(3):

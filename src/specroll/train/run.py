@@ -27,7 +27,7 @@ from trl import GRPOConfig
 from specroll.config import BudgetConfig, EngineConfig, TrainConfig
 from specroll.device import best, is_gpu, machine
 from specroll.model.load import load_model, native_dtype
-from specroll.propose.store import save_heads
+from specroll.propose.store import read_manifest, save_heads
 from specroll.report.live import LiveView, summary_table
 from specroll.report.records import Record, RunFolder, to_json
 from specroll.train.callback import StepRecords, StopWell
@@ -105,6 +105,8 @@ def rows_in_order(dataset: Dataset, count: int, seed: int) -> Dataset:
 def _prepare(config: TrainConfig, folder: RunFolder, console: Console, *, resumes: bool) -> _Run:
     steps = config.steps or (DEMO_STEPS if config.demo else STEPS)
     task = load_task(config.task, data_dir=config.data_dir, seed=config.seed)
+    if config.heads not in ("learn", "none"):
+        read_manifest(Path(config.heads))  # a mistake is found before there is a run
     folder.start(asdict(replace(config, steps=steps)), resume=resumes)
     console.print(f"Run {folder.path}: loading the model", markup=False, highlight=False)
     precision = native_dtype(best()) if config.dtype == "auto" else getattr(torch, config.dtype)
