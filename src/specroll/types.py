@@ -117,15 +117,15 @@ class Draft:
     `score_SKC` is the unnormalised log-score that ranked them (log q, plus the noise where it is used);
     `hit_SKC` the calibrated probability that the target draws the candidate, given that the path of each horizon's best
     candidates leads there and was right; `aside_SKC` the same for another path (None: no less), in the same order and
-    never above `hit_SKC`. `lean_S` is what would be the first horizon's best candidate without Reflex, where that is
-    to be compared.
+    never above `hit_SKC`. `trial_2S` is the first horizon's best candidate with Reflex and without it, where these
+    are to be compared.
     """
 
     token_SKC: Tensor
     score_SKC: Tensor
     hit_SKC: Tensor
     aside_SKC: Tensor | None = None
-    lean_S: Tensor | None = None
+    trial_2S: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,11 +47,11 @@ class _Products(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Candidates of every horizon, best first, what they were ranked by, and the first best one without Reflex."""
+    """Candidates of every horizon, best first, what they were ranked by, and `Draft.trial_2S`."""
 
     token_SKC: Tensor
     score_SKC: Tensor
-    lean_S: Tensor | None
+    trial_2S: Tensor | None
 
 
 class HeadsProposer:
@@ -128,7 +128,7 @@ class HeadsProposer:
         recall = None if features.past_SL is None else self.recall(features.past_SL, features.position_S)
         noise_SKV = self._noise(features) if noisy else None
         best = self.best(features.hidden_SH, features.root_S, noise_SKV, recall, compare=self._teaches)
-        return Draft(best.token_SKC, best.score_SKC, *self.calibrator.hit(best.score_SKC), best.lean_S)
+        return Draft(best.token_SKC, best.score_SKC, *self.calibrator.hit(best.score_SKC), best.trial_2S)
 
     def recall(self, past_SL: Tensor, position_S: Tensor) -> Recall | None:
         """What the sequences' texts up to their roots have shown; None with Reflex off."""
@@ -147,19 +147,19 @@ class HeadsProposer:
         """The candidates of every horizon: FutureHeads.forward along the best path.
 
         `noise_SKV` is that of the draft vocabulary; None ranks by logits alone. `recall` corrects the heads' logits;
-        `compare` asks for the first horizon's best candidate without it too.
+        `compare` asks what it is worth.
         """
         products, state_SH = self._prepared(), hidden_SH.float()
         told_BSF = [product(self._embed(root_S)) for product in products.token_B]
         found: list[tuple[Tensor, Tensor]] = []
-        lean_S: Tensor | None = None
+        trial_2S: Tensor | None = None
         for stage in self._stages():
             states_k = [self._step(products, k, state_SH, told_BSF) for k in range(stage.start, stage.stop)]
             state_SkH = states_k[0][:, None] if len(states_k) == 1 else torch.stack(states_k, dim=1)
             score_SkV = self._readout.finish(products.readout(state_SkH))
             if recall is not None:
                 if compare and not found:
-                    lean_S = self._token(self._ranked(score_SkV, noise_SKV, stage)[:, 0].argmax(-1))
+                    trial_2S = self._trial(recall, score_SkV[:, 0], noise_SKV)
                 for ahead, score_SV in enumerate(score_SkV.unbind(1)):
                     recall.correct_(score_SV, ahead)
             score_SkV = self._ranked(score_SkV, noise_SKV, stage)
@@ -171,7 +171,12 @@ class HeadsProposer:
                 if recall is not None:
                     recall.follow(self._token(best_S))
         index_SKC, score_SKC = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-        return Best(self._token(index_SKC), score_SKC, lean_S)
+        return Best(self._token(index_SKC), score_SKC, trial_2S)
+
+    def _trial(self, recall: Recall, logits_SV: Tensor, noise_SKV: Tensor | None) -> Tensor:
+        """The first horizon's best candidates with all that Reflex has to say, and with nothing of it."""
+        both_2SV = torch.stack((recall.correct_(logits_SV.clone(), wholly=True), logits_SV))
+        return self._token(self._ranked(both_2SV[..., None, :], noise_SKV, slice(0, 1)).argmax(-1).squeeze(-1))
 
     def _ranked(self, logits_SkV: Tensor, noise_SKV: Tensor | None, stage: slice) -> Tensor:
         """What candidates of these horizons are ranked by."""
@@ -210,10 +215,10 @@ class HeadsProposer:
     def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
         if self._teaches:
             self.calibrator.observe(draft, tree, verdict)
-            if draft.lean_S is not None:
-                own_S = torch.arange(draft.lean_S.shape[0], device=draft.lean_S.device)
+            if draft.trial_2S is not None:
+                own_S = torch.arange(draft.trial_2S.shape[1], device=draft.trial_2S.device)
                 root_S = torch.searchsorted(tree.sequence_N, own_S)  # rows are sorted by sequence, roots first
-                self.gate.observe(draft.token_SKC[:, 0, 0], draft.lean_S, verdict.draws.token_N[root_S])
+                self.gate.observe(draft.trial_2S, verdict.draws.token_N[root_S])
         self._rounds += 1
 
     @property

@@ -49,8 +49,8 @@ class AssociativeMemory:
 
         `share`, a scalar in [0, 1], is how much of it counts (`Gate.open`).
         """
-        slot_SL, worth_SL = self._slot_of.take(past_SL), self._worth_of.take(past_SL) * share
-        return Recall(past_SL, position_S, slot_SL, worth_SL, self._weight_X, self._longer_X)
+        slot_SL, worth_SL = self._slot_of.take(past_SL), self._worth_of.take(past_SL)
+        return Recall(past_SL, position_S, slot_SL, worth_SL, share, self._weight_X, self._longer_X)
 
 
 class Recall:
@@ -62,6 +62,7 @@ class Recall:
         position_S: Tensor,
         slot_SL: Tensor,
         worth_SL: Tensor,
+        share: Tensor,
         weight_X: Tensor,
         longer_X: Tensor,
     ) -> None:
@@ -70,7 +71,8 @@ class Recall:
         What `past_SL` holds behind the roots does not matter.
         """
         length, most = past_SL.shape[1], len(AGREEMENT)
-        self._slot_SL, self._worth_SL, self._weight_X, self._longer_X = slot_SL, worth_SL, weight_X, longer_X
+        self._slot_SL, self._whole_SL, self._worth_SL = slot_SL, worth_SL, worth_SL * share
+        self._weight_X, self._longer_X = weight_X, longer_X
         self._known_SL = (torch.arange(length, device=past_SL.device) <= position_S[:, None]).float()
         key_SLn = F.pad(past_SL, (most, 0), value=-1).unfold(1, most, 1)  # the tokens before each place; -1 where none
         self._before_SL = key_SLn[:, :-1, -1]
@@ -87,11 +89,15 @@ class Recall:
         longer_SL = self._longer_X.take(self._agree_SL1[:, :-1])
         torch.mul(longer_SL, self._before_SL == token_S[:, None], out=self._agree_SL1[:, 1:])
 
-    def correct_(self, logits_SV: Tensor, ahead: int = 0) -> Tensor:
-        """Add, in place, what is known of the token `ahead` places behind the one that follows the path."""
+    def correct_(self, logits_SV: Tensor, ahead: int = 0, *, wholly: bool = False) -> Tensor:
+        """Add, in place, what is known of the token `ahead` places behind the one that follows the path.
+
+        `wholly`: all of it, whatever share of it counts.
+        """
         agree_SL = self._agree_SL1[:, 1:]
         if ahead:
             agree_SL = F.pad(agree_SL, (ahead, 0))[:, :-ahead]
         weight_SL = self._weight_X.take(agree_SL).mul_(self._known_SL)
         total_S1 = weight_SL.sum(1, keepdim=True).add_(RESERVE)
-        return logits_SV.scatter_add_(1, self._slot_SL, weight_SL.mul_(self._worth_SL).div_(total_S1))
+        worth_SL = self._whole_SL if wholly else self._worth_SL
+        return logits_SV.scatter_add_(1, self._slot_SL, weight_SL.mul_(worth_SL).div_(total_S1))

@@ -5,8 +5,8 @@ one of them was drawn and the other not, the correction has won or lost. Over a 
 
     the gate shuts when   losses - wins > z sqrt(losses + wins),   and opens again when   wins - losses > the same.
 
-It begins open. Both candidates are looked at whether it is open or not, so it
-never depends on itself. Numbers stay on the device; nothing makes the host wait.
+It begins open. Both candidates are looked at whether it is open or not, so it never depends on itself. Numbers stay on
+the device; nothing makes the host wait.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ class Gate:
         self.open = torch.ones((), device=device)
         self._wins_2 = torch.tensor([PRIOR, 0.0], device=device)  # of the corrected candidate, and of the other one
 
-    def observe(self, corrected_S: Tensor, plain_S: Tensor, drawn_S: Tensor) -> None:
-        """Learn from tokens: the two candidates of each sequence and what was drawn."""
-        differ_S = corrected_S != plain_S
-        won_2 = torch.stack(((corrected_S == drawn_S) & differ_S, (plain_S == drawn_S) & differ_S)).sum(1)
+    def observe(self, trial_2S: Tensor, drawn_S: Tensor) -> None:
+        """Learn from tokens: each sequence's candidate with the correction and without, and what was drawn."""
+        won_2 = ((trial_2S == drawn_S) & (trial_2S[0] != trial_2S[1])).sum(1)
         self._wins_2 = self._wins_2 * math.exp(-drawn_S.numel() / MEMORY) + won_2
         lead = self._wins_2[0] - self._wins_2[1]
         sure = SURE * self._wins_2.sum().sqrt()
