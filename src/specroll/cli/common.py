@@ -68,12 +68,13 @@ def refuse_existing(path: Path | None, what: str) -> None:
 
 def check_writable(path: Path | None) -> None:
     """Make the folder and try the file, before hours go into what is to be written there. Raises OSError."""
-    if path is not None and not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+    if path is None:
+        return
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    if new:
         path.unlink()  # what fails or is interrupted leaves no empty file
-    elif path is not None:
-        path.touch()
 
 
 def summary_line(rollout: Rollout) -> str:

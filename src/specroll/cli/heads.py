@@ -178,7 +178,7 @@ def _requests(options: Options, engine: Engine, split: str, number: int) -> list
 
 
 def _held_out(options: Options, engine: Engine, sampled: list[Request]) -> list[Request]:
-    """Requests to measure with, whose responses were not learned from: `MEASURED`, or a tenth as many."""
+    """Requests to measure with, whose responses were not learned from: a tenth of those, `MEASURED` at most."""
     most = min(MEASURED, max(2, len(sampled) // _MEASURED_SHARE))
     if options.task.endswith((".jsonl", ".jsonl.gz")):
         # A file of one's own has no held-out part: its other questions, or else other responses to the same ones.

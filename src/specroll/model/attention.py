@@ -166,8 +166,7 @@ class PaddedTreePass(TreePass):
     """A tree pass whose operations and sizes depend on shapes alone, so that it can be recorded and run again.
 
     Rows that only fill it up belong to a sequence behind the last, of length 0 (`length_X` has S + 1 entries): what
-    they write goes to a position that belongs to no sequence. Where every sequence has one row, pads are the roots of
-    unused slots instead, so that rows need no laying out.
+    they write goes to a position that belongs to no sequence.
     """
 
     def __init__(self, cache: SlotCache, tree: Tree, length_X: Tensor, live: int, seen_Nn: Tensor) -> None:

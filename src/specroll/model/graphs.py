@@ -155,8 +155,7 @@ class _Recorded:
         self.bucket = bucket
         row_N = torch.arange(bucket.rows, device=device)
         zero_N = torch.zeros_like(row_N)
-        # A pad is its own parent, of a sequence behind the last; see PaddedTreePass for passes of bare roots.
-        sequence_N = row_N if bucket.size == 1 else torch.full_like(row_N, bucket.running)
+        sequence_N = torch.full_like(row_N, bucket.running)  # a pad is its own parent, of a sequence behind the last
         self._pads_5N = torch.stack((zero_N, row_N, zero_N, sequence_N, zero_N))
         self._rows_5N = self._pads_5N.clone()
         self.length_X = torch.zeros(bucket.running + 1, dtype=torch.int64, device=device)

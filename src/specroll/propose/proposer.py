@@ -107,7 +107,6 @@ class HeadsProposer:
     def _take_over(self) -> None:
         vocabulary_V = self.heads.vocabulary_V
         self._readout = Readout.of(self.model, vocabulary_V)
-        self._sharpness_K = self.heads.sharpness_K
         self._word_V = None if vocabulary_V is None else noise.token_words(vocabulary_V)
         self._memory: AssociativeMemory | None = None
         if self.reflex == "associative":
@@ -182,7 +181,7 @@ class HeadsProposer:
         """What candidates of these horizons are ranked by."""
         if noise_SKV is None:
             return logits_SkV
-        return add_noise(logits_SkV, noise_SKV[:, stage], self._sharpness_K[stage])
+        return add_noise(logits_SkV, noise_SKV[:, stage], self.heads.sharpness_K[stage])
 
     def _token(self, index: Tensor) -> Tensor:
         """Token ids of places in the draft vocabulary."""

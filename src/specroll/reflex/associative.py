@@ -37,42 +37,30 @@ class AssociativeMemory:
         """`vocabulary_V`: the token ids that logits are of; None for all."""
         if vocabulary_V is None:
             vocabulary_V = torch.arange(vocab_size, device=device)
-        self._slot_of = torch.zeros(vocab_size, dtype=torch.int64, device=device)
-        self._slot_of[vocabulary_V] = torch.arange(vocabulary_V.numel(), device=device)
-        self._worth_of = torch.zeros(vocab_size, device=device)  # 0 where a token has no logit
-        self._worth_of[vocabulary_V] = STRENGTH
-        self._weight_X = torch.tensor([1.0, *AGREEMENT], device=device).cumsum(0)  # by tokens that agree
-        self._longer_X = torch.arange(1, len(AGREEMENT) + 2, device=device).clamp_(max=len(AGREEMENT))
+        self.slot_of = torch.zeros(vocab_size, dtype=torch.int64, device=device)
+        self.slot_of[vocabulary_V] = torch.arange(vocabulary_V.numel(), device=device)
+        self.worth_of = torch.zeros(vocab_size, device=device)  # 0 where a token has no logit
+        self.worth_of[vocabulary_V] = STRENGTH
+        self.weight_X = torch.tensor([1.0, *AGREEMENT], device=device).cumsum(0)  # w_j, by tokens that agree
+        self.longer_X = torch.arange(1, len(AGREEMENT) + 2, device=device).clamp_(max=len(AGREEMENT))  # one more agrees
 
     def recall(self, past_SL: Tensor, position_S: Tensor, share: Tensor) -> Recall:
         """What the sequences' tokens up to their roots at `position_S` say; the path is the root so far.
 
         `share`, a scalar in [0, 1], is how much of it counts (`Gate.open`).
         """
-        slot_SL, worth_SL = self._slot_of.take(past_SL), self._worth_of.take(past_SL)
-        return Recall(past_SL, position_S, slot_SL, worth_SL, share, self._weight_X, self._longer_X)
+        return Recall(self, past_SL, position_S, share)
 
 
 class Recall:
     """One round's corrections, along the path that is being drafted."""
 
-    def __init__(
-        self,
-        past_SL: Tensor,
-        position_S: Tensor,
-        slot_SL: Tensor,
-        worth_SL: Tensor,
-        share: Tensor,
-        weight_X: Tensor,
-        longer_X: Tensor,
-    ) -> None:
-        """`weight_X` is w_j by the tokens that agree, `longer_X` how many agree after one more does.
-
-        What `past_SL` holds behind the roots does not matter.
-        """
+    def __init__(self, memory: AssociativeMemory, past_SL: Tensor, position_S: Tensor, share: Tensor) -> None:
+        """What `past_SL` holds behind the roots does not matter."""
         length, most = past_SL.shape[1], len(AGREEMENT)
-        self._slot_SL, self._whole_SL, self._worth_SL = slot_SL, worth_SL, worth_SL * share
-        self._weight_X, self._longer_X = weight_X, longer_X
+        self._memory, self._slot_SL = memory, memory.slot_of.take(past_SL)
+        self._whole_SL = memory.worth_of.take(past_SL)
+        self._worth_SL = self._whole_SL * share
         self._known_SL = (torch.arange(length, device=past_SL.device) <= position_S[:, None]).float()
         key_SLn = F.pad(past_SL, (most, 0), value=-1).unfold(1, most, 1)  # the tokens before each place; -1 where none
         self._before_SL = key_SLn[:, :-1, -1]
@@ -86,7 +74,7 @@ class Recall:
 
     def follow(self, token_S: Tensor) -> None:
         """The path goes on with these tokens."""
-        longer_SL = self._longer_X.take(self._agree_SL1[:, :-1])
+        longer_SL = self._memory.longer_X.take(self._agree_SL1[:, :-1])
         torch.mul(longer_SL, self._before_SL == token_S[:, None], out=self._agree_SL1[:, 1:])
 
     def correct_(self, logits_SV: Tensor, ahead: int = 0, *, wholly: bool = False) -> Tensor:
@@ -97,7 +85,7 @@ class Recall:
         agree_SL = self._agree_SL1[:, 1:]
         if ahead:
             agree_SL = F.pad(agree_SL, (ahead, 0))[:, :-ahead]
-        weight_SL = self._weight_X.take(agree_SL).mul_(self._known_SL)
+        weight_SL = self._memory.weight_X.take(agree_SL).mul_(self._known_SL)
         total_S1 = weight_SL.sum(1, keepdim=True).add_(RESERVE)
         worth_SL = self._whole_SL if wholly else self._worth_SL
         return logits_SV.scatter_add_(1, self._slot_SL, weight_SL.mul_(worth_SL).div_(total_S1))

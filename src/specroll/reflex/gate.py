@@ -5,8 +5,8 @@ one of them was drawn and the other not, the correction has won or lost. Over a 
 
     the gate shuts when   losses - wins > z sqrt(losses + wins),   and opens again when   wins - losses > the same.
 
-It begins open. Both candidates are looked at whether it is open or not, so it never depends on itself. Numbers stay on
-the device; nothing makes the host wait.
+It is one gate for all sequences, and begins open. Both candidates are looked at whether it is open or not, so it never
+depends on itself. Numbers stay on the device; nothing makes the host wait.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class LiveView:
             self._live = Live(get_renderable=self._view, console=self.console, refresh_per_second=2)
             self._live.start(refresh=True)
         else:
-            self._print(self._first())
+            self._print(self._waiting())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -100,8 +100,8 @@ class LiveView:
         per_step = sum(self._per_step) / len(self._per_step)
         return max(per_step * (self.total_steps - self._step) - (self._clock() - self._updated), 0.0)
 
-    def _first(self) -> str:
-        return f"step 0/{self.total_steps}: the first step is running"
+    def _waiting(self) -> str:
+        return f"the next of {self.total_steps} steps is running"
 
     def _print(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -132,7 +132,7 @@ class LiveView:
 
     def _view(self) -> RenderableType:
         if not self._per_step:
-            return Text(self._first(), style="dim")
+            return Text(self._waiting(), style="dim")
         plain = self.console.options.ascii_only
         grid = Table.grid(padding=(0, 2))
         for _ in range(3):

@@ -37,7 +37,9 @@ def test_heads_are_fitted_measured_and_usable(
     output, report = tmp_path / "heads", tmp_path / "report.json"
     done = specroll(*arguments(tiny_folder, questions, output), "--json", report)
     assert done.code == 0, done.err
-    assert "sampling: 12 in" in done.err and "fitting: 6 in" in done.err
+    assert "sampling: 0 of 12" in done.err and "sampling: 12 in" in done.err
+    assert "untrained heads: 2 in" in done.err, "a small fit is measured on a few prompts"
+    assert "fitting: 6 in" in done.err
     assert "Tokens per round with 8 nodes" in done.out and f"The heads are in {output}" in done.out
     result = json.loads(report.read_text())
     assert result == json.loads((output / "report.json").read_text())

@@ -54,7 +54,7 @@ def test_plain_lines_elsewhere() -> None:
             clock.now += 10
             view.update(logs(0.25 * step, step=step))
     assert file.getvalue().splitlines() == [
-        "step 0/4: the first step is running",
+        "the next of 4 steps is running",
         "step 1/4  reward 0.250  182 tokens/s  2.31 tokens/round  41% accepted  "
         "generation 40%, training 40%, other 20%  0:30 left",
         "step 2/4  reward 0.500  182 tokens/s  2.31 tokens/round  41% accepted  "
@@ -70,7 +70,7 @@ def test_a_log_may_lack_anything() -> None:
         view.update({"reward": None, "note": "text"})
         view.update({"reward": math.nan, "step": 3})
     assert file.getvalue().splitlines() == [
-        "step 0/3: the first step is running",
+        "the next of 3 steps is running",
         "step 1/3  0:00 left", "step 2/3  0:00 left", "step 3/3  reward nan  0:00 left",
     ]  # fmt: skip
 
@@ -112,7 +112,7 @@ def test_a_terminal_is_redrawn() -> None:
         view.update(logs(0.75))
     shown = raw.getvalue().decode()
     for part in (
-        "the first step is running",
+        "the next of 4 steps is running",
         "step 2/4",
         "0.750 (first 0.250)",
         "▁█",

@@ -12,6 +12,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from specroll.config import BudgetConfig, TrainConfig
+from specroll.propose.store import HeadsFileError
 from specroll.report.records import RunFolder
 from specroll.train.callback import StepRecords
 from specroll.train.run import resumed, rows_in_order, train
@@ -114,6 +115,12 @@ def test_a_folder_with_another_run_is_left_alone(model: str, tmp_path: Path) -> 
     with pytest.raises(FileExistsError, match="another run"):
         quietly(config(model, tmp_path))
     assert len(RunFolder(tmp_path).metrics()) == 1
+
+
+def test_heads_that_are_not_there_leave_no_run_behind(model: str, tmp_path: Path) -> None:
+    with pytest.raises(HeadsFileError, match="no heads in"):
+        quietly(config(model, tmp_path / "run", heads=str(tmp_path / "none")))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
