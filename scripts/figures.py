@@ -142,7 +142,7 @@ def budget() -> str:
 
 
 def budget_rounds() -> str:
-    r = _load("budget_rounds")
+    r = _load("budget")
     named = {"optimal": "optimal", "paper": "paper's rule", "random": "random heads", "hostile": "hostile"}
     lines = [_row("sequences", *(f"{told} / plain" for told in named.values())), _row("--:", *["--:"] * len(named))]
     lines += [_row(name, *(f"{cell['by_rounds'][s]:.3f}" for s in named)) for name, cell in r["cells"].items()]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,11 +16,10 @@ from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine
 from specroll.propose.heads import FutureHeads
 from specroll.propose.proposer import HeadsProposer
-from specroll.types import Draft, Features, Proposer, RoundStats, Tree, Verdict
+from specroll.types import Draft, Features, Proposer, Tree, Verdict
 
 OPTIMAL = ("optimal", "random", "hostile")
 """The systems whose budget is the optimal rule: none of them may lose to plain decoding."""
-_ENOUGH_ROUNDS = 10
 _RANDOM_STEP = 1.0  # large beside the states that it is added to, so that random heads are sure of themselves
 
 
@@ -76,57 +74,6 @@ def engines(
     for engine in made.values():
         engine.target = made["plain"].target
     return made
-
-
-def over_plain_by_rounds(rounds: Mapping[str, Sequence[RoundStats]]) -> dict[str, float]:
-    """What each system's rounds made over what plain ones would have made in the same seconds, prompts not counted.
-
-    Whole runs of equals differ by some percent; rounds of one run hardly do. A round that proposed nothing is a plain
-    round, so such rounds of the system's own, by running sequences, tell what a plain token cost in that very run; only
-    their thinking about nodes is priced as the plain loop's. Where there are few of them the plain loop's are taken. A
-    system without rounds is left out.
-    """
-    plain = _plain_prices(rounds["plain"])
-    ratios = {name: _over_plain(of_system, plain) for name, of_system in rounds.items() if name != "plain"}
-    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
-
-
-def _over_plain(rounds: Sequence[RoundStats], plain: Mapping[int, _Price]) -> float | None:
-    own = _plain_prices(rounds)
-    would = spent = 0.0
-    for r in rounds:
-        if r.running not in plain:  # two ended at once there: nothing to compare with
-            continue
-        price = own.get(r.running, plain[r.running])
-        if price.rounds < _ENOUGH_ROUNDS:
-            price = plain[r.running]
-        would += r.emitted / r.running * (price.seconds + plain[r.running].thinking)
-        spent += sum(seconds for stage, seconds in r.seconds.items() if stage != "prefill")
-    return would / spent if spent else None
-
-
-class _Price(NamedTuple):
-    """A plain round's mean seconds, what chooses its nodes aside."""
-
-    seconds: float
-    thinking: float
-    rounds: int
-
-
-def _plain_prices(rounds: Sequence[RoundStats]) -> dict[int, _Price]:
-    """By running sequences."""
-    by_running: dict[int, list[RoundStats]] = {}
-    for r in rounds:
-        if "observe" not in r.seconds:  # not even one whose nodes were all cut
-            by_running.setdefault(r.running, []).append(r)
-    return {
-        running: _Price(
-            mean(sum(s for stage, s in r.seconds.items() if stage not in ("prefill", "propose")) for r in some),
-            mean(r.seconds.get("propose", 0.0) for r in some),
-            len(some),
-        )
-        for running, some in by_running.items()
-    }
 
 
 def worst_by_rounds(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from specroll.bench.by_rounds import over_plain_by_rounds
 from specroll.bench.compare import Rates, System, interleave, ratio
 from specroll.config import BudgetConfig, EngineConfig, ReflexName
 from specroll.engine import Engine, Rollout
@@ -189,6 +190,7 @@ def report(cell: Cell, rates: dict[str, Rates], rounds: dict[str, list[RoundStat
         "acceptance": {name: rollout.acceptance for name, rollout in ours.items()},
         "nodes_per_row": {name: _nodes(rollout) for name, rollout in ours.items()},
         "stage_seconds": {name: stage_seconds(rollout) for name, rollout in ours.items()},
+        "by_rounds": over_plain_by_rounds(rounds) if "plain" in rounds else {},
         **{f"{a}_over_{b}": found for a, b in PAIRS if (found := ratio(rates, a, b)) is not None},
     }
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from specroll.cli.measure import Results, WorkOptions, finish, head, load_work, measure, medians
-
-if TYPE_CHECKING:
-    from specroll.bench.rollout import Cell
 
 PAIRS = (
     "optimal_over_paper",
@@ -42,7 +38,7 @@ class Options(WorkOptions):
 
 
 def main(options: Options) -> int:
-    from specroll.bench.budget import engines, over_plain_by_rounds
+    from specroll.bench.budget import engines
     from specroll.cli.bench_view import show_summary
 
     work = load_work(options)
@@ -51,11 +47,7 @@ def main(options: Options) -> int:
     most = max(cell.rows for cell in work.cells)
     bench.engines = engines(bench.model, bench.tokenizer, work.heads, max_nodes=options.max_nodes, max_running=most)
     results = head(work)
-
-    def by_rounds(cell: Cell) -> Results:
-        return {"by_rounds": over_plain_by_rounds(bench.rounds) if "plain" in bench.rounds else {}}
-
-    measure(options, work, options.systems, PAIRS, results, by_rounds, sum_up)
+    measure(options, work, options.systems, PAIRS, results, sum_up=sum_up)
     show_summary(results, PAIRS)
     if worst := results["worst_over_plain"]:
         print(f"The optimal budget's least ratio to plain decoding: {worst['ratio']:.2f} ({worst['case']})")

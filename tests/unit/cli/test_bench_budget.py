@@ -14,11 +14,11 @@ from specroll.bench.budget import (
     OPTIMAL,
     Hostile,
     engines,
-    over_plain_by_rounds,
     random_heads,
     worst_by_rounds,
     worst_over_plain,
 )
+from specroll.bench.by_rounds import over_plain_by_rounds
 from specroll.cli.bench_budget import PAIRS
 from specroll.propose.proposer import HeadsProposer
 from specroll.propose.store import save_heads
@@ -83,6 +83,13 @@ def test_rounds_are_compared_with_plain_rounds_of_the_same_run() -> None:
     assert ratios["control"] == pytest.approx(1.0)
     assert ratios["idle"] == pytest.approx(100 * 0.201 / (90 * 0.203 + 10 * 0.312))
     assert ratios["always"] == pytest.approx(1.5 * 0.101 / 0.122)
+    # Of a batch that runs down: the pace is that of the plain rounds while many ran.
+    many, few = rounds_of(5, 8, 8, propose=0.001, verify=0.2), rounds_of(5, 2, 2, propose=0.001, verify=0.1)
+    end = rounds_of(3, 2, 4, 4, propose=0.01, verify=0.18, observe=0.01)
+    slow = rounds_of(12, 8, 8, propose=0.001, verify=0.25) + end
+    spent = 12 * 0.251 + 3 * 0.2
+    down = over_plain_by_rounds({"plain": many + few, "spec": slow})
+    assert down["spec"] == pytest.approx((12 * 0.251 + 3 * 2 * (1.25 * 0.1 + 0.001)) / spent)
     cells = {
         "4": {"by_rounds": {"optimal": 1.2, "random": 0.995, "paper": 0.4}},
         "1x4": {"by_rounds": {"hostile": 0.99}},
