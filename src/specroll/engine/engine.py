@@ -32,6 +32,8 @@ class Rollout:
     completions: list[Completion]
     rounds: list[RoundStats]
     seconds: float
+    recording_seconds: float = 0.0
+    """Of these, what keeping trajectories took."""
 
     @property
     def tokens(self) -> int:
@@ -117,7 +119,7 @@ class Engine:
             )
             completions, rounds = session.run(requests, slots, self.history.expected)
         self.history.observe(requests, completions)
-        return Rollout(completions, rounds, time.perf_counter() - started)
+        return Rollout(completions, rounds, time.perf_counter() - started, session.recording_seconds)
 
     def record(
         self,

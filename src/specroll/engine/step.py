@@ -87,6 +87,7 @@ class Session:
         self.hidden_SH = torch.empty(0, target.hidden_size, device=target.device, dtype=target.causal.dtype)
         self.completions: list[Completion | None] = []
         self.rounds: list[RoundStats] = []
+        self.recording_seconds = 0.0
 
     def run(
         self, requests: Sequence[Request], slots: int, expected: Callable[[Request], float]
@@ -230,8 +231,10 @@ class Session:
         if self.hooks.completion is not None:
             self.hooks.completion(row.index, completion)
         if self.hooks.trajectory is not None:
+            started = time.perf_counter()
             with torch.inference_mode(False):  # what is taught later must be ordinary tensors
                 self.hooks.trajectory(Trajectory(*(torch.cat(parts) for parts in zip(*row.trace, strict=True))))
+            self.recording_seconds += time.perf_counter() - started
 
     def _trace(
         self, out: TargetOutput, rows: list[int], counts: list[int], owners: Sequence[Running] | None = None
@@ -239,6 +242,7 @@ class Session:
         """Keep what a proposer can learn from the emitted rows, if the caller wants trajectories."""
         if self.hooks.trajectory is None:
             return
+        started = time.perf_counter()
         owners = self.scheduler.running if owners is None else owners
         law = process(out.logits_NV[rows], self.sampling)
         best = law.logp_NC.topk(min(_TRACED, law.logp_NC.shape[1]), dim=1)
@@ -251,6 +255,7 @@ class Session:
         )
         for owner, n, hidden, top, logp in zip(owners, counts, *(p.split(counts) for p in pieces), strict=True):
             owner.trace.append((hidden, torch.tensor(owner.token_ids[-n:]), top, logp))
+        self.recording_seconds += time.perf_counter() - started
 
 
 def _drawn(draws: Draws) -> list[DrawnRow]:

@@ -13,6 +13,7 @@ from specroll.config import HeadsConfig, HeadsSee
 from specroll.propose.fit import FitProgress, FitReport, fit
 from specroll.propose.heads import FutureHeads
 from specroll.propose.judge import Judge
+from specroll.propose.loss import Loss
 from specroll.propose.proposer import HeadsProposer, add_noise
 from specroll.propose.samples import Samples
 from specroll.types import Trajectory
@@ -106,7 +107,8 @@ def test_only_the_heads_move(model: LlamaForCausalLM) -> None:
 
 def test_each_pass_shows_every_position_once_in_a_new_order(model: LlamaForCausalLM) -> None:
     samples = Samples.of(world(3))
-    fitting = fit_module._Fit(heads_of(model), model, samples, updates=6, batch_positions=29, lr=1e-3, seed=5)
+    heads = heads_of(model)
+    fitting = fit_module._Fit(heads, model, samples, 6, 29, 1e-3, 5, Loss(), fit_module.adamw(heads))
     passes = [torch.cat([fitting._batch(update) for update in range(first, first + 3)]) for first in (0, 3)]
     assert all(torch.equal(seen.sort().values, samples.starts()) for seen in passes)
     assert not torch.equal(*passes)
@@ -223,7 +225,7 @@ def test_heads_that_know_only_a_mean_of_laws_are_sharpened(
     logits_PV = torch.nn.functional.pad((mean_PV / (others + 1)).clamp(min=1e-9).log(), (0, 2), value=-30.0)
 
     def drafts(self: Judge, proposer: HeadsProposer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for at_B, noise_BKV in self._ahead(proposer.heads):
+        for at_B, noise_BKV in self._ahead(proposer.heads, self.start_P):
             best = add_noise(self._logits(proposer.heads, at_B), noise_BKV, proposer.heads.sharpness_K).topk(12)
             yield at_B, best.indices, best.values
 
