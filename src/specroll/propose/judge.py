@@ -21,7 +21,7 @@ from specroll.config import ReflexName
 from specroll.propose.heads import FutureHeads
 from specroll.propose.proposer import HeadsProposer, add_noise
 from specroll.propose.readout import Readout, embed
-from specroll.propose.samples import Law, Samples, slots
+from specroll.propose.samples import Law, Samples, drawn_law, slots
 from specroll.reflex import Recall
 from specroll.tree.grow import grow
 from specroll.types import Draft, Draws, Trajectory
@@ -73,17 +73,19 @@ class Judge:
         """`HitCalibrator.estimate_2PK` of the heads whose acceptance was asked for last."""
 
     @torch.no_grad()
-    def kl(self, heads: FutureHeads) -> Tensor:
+    def kl(self, heads: FutureHeads, *, drawn: bool = False) -> Tensor:
         """KL(target || head) per horizon over the draft vocabulary, in nats, float64 [K] on the CPU.
 
-        NaN where no position has that horizon.
+        With `drawn`, that of the drawn tokens instead of the laws: -log q. NaN where no position has that horizon.
         """
+        token_P, vocabulary_V = self.samples.token_P, _vocabulary(heads)
         total_K2 = torch.zeros(heads.horizons, 2, dtype=torch.float64)
         for position_B in _spread(self.start_P, KL_POSITIONS).split(_rows(heads)):
             logits_BKV = self._logits(heads, position_B)
             ahead_BK, exists_BK = self.samples.ahead(position_B, heads.horizons)
             for k in range(heads.horizons):
-                law = self.samples.law(ahead_BK[:, k], _vocabulary(heads))
+                ahead_B = ahead_BK[:, k]
+                law = drawn_law(token_P[ahead_B], vocabulary_V) if drawn else self.samples.law(ahead_B, vocabulary_V)
                 kl_B, weight_B = kl_to(law, logits_BKV[:, k], exists_BK[:, k])
                 total_K2[k] += torch.stack((kl_B.double() @ weight_B.double(), weight_B.double().sum())).cpu()
         return total_K2[:, 0] / total_K2[:, 1].where(total_K2[:, 1] > 0, torch.nan)
