@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 from specroll.config import BudgetConfig, EngineConfig, SlowConfig
 from specroll.slow import cadence, cold, path
 from specroll.slow.cadence import Cadence
+from specroll.slow.consolidate import consolidate
 from specroll.slow.drift import DriftMonitor
 from specroll.train.rollout import SAVED_HEADS, SpecRollout
 from specroll.train.trainer import SpecRollGRPOTrainer
@@ -268,11 +269,10 @@ def test_heads_that_are_given_are_watched_taught_and_kept_in_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch_at_once(monkeypatch, degraded=True)
+    monkeypatch.setattr(path, "consolidate", lambda *args, **given: (True, consolidate(*args, **given)[1]))
     plain = grpo_trainer(tmp_path / "plain", trainer_settings=settings(None), max_steps=4)
     plain.train()
-    trainer = grpo_trainer(
-        tmp_path, trainer_settings=settings(), max_steps=4, save_strategy="steps", save_steps=3, learning_rate=1e-2
-    )
+    trainer = grpo_trainer(tmp_path, trainer_settings=settings(), max_steps=4, save_strategy="steps", save_steps=4)
     trainer.train()
     assert trainer.notes.completions == plain.notes.completions
     logs = [log for log in trainer.state.log_history if "reward" in log]
@@ -280,13 +280,14 @@ def test_heads_that_are_given_are_watched_taught_and_kept_in_checkpoints(
         assert all(f"specroll/{key}" in log for log in logs), key
     learner = trainer.rollout.learner
     assert learner.triggers == logs[-1]["specroll/triggers"] == 3  # the first rollout only teaches the next ones
-    kept = [log["specroll/refresh_kept"] for log in logs[1:]]
-    assert sum(kept) == learner.version > 0
-    assert trainer.rollout.engine.proposer.version >= learner.version
+    assert [log["specroll/refresh_kept"] for log in logs[1:]] == [1.0] * 3
+    assert [log["specroll/heads_version"] for log in logs[1:]] == [1.0, 2.0, 3.0]
+    assert trainer.rollout.engine.proposer.version >= learner.version == 3
+    assert all(log["specroll/learning_seconds"] > 0 for log in logs[1:])
     resumed = SpecRollout(some_heads(), budget=BudgetConfig(**SPECULATE))
-    resumed.restore(tmp_path / "checkpoint-3")
+    resumed.restore(tmp_path / "checkpoint-4")
     resumed.engine_of(trainer)
-    assert resumed.learner is not None and resumed.learner.triggers == 2
+    assert resumed.learner is not None and resumed.learner.triggers == resumed.learner.version == 3
     assert resumed.learner.reservoir.positions > 0
 
 
