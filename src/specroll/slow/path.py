@@ -60,7 +60,8 @@ class SlowPath:
         reflex: ReflexName = "associative",
     ) -> None:
         """Heads that are trained already are only watched. With `config.slow` off, none are watched."""
-        self.heads, self.model, self.reflex = heads, model, reflex
+        self.heads, self.model = heads, model
+        self.reflex: ReflexName = reflex
         self.watches = config.slow == "on"
         self.cold = ColdStart(over=heads.trained)
         self.cadence = Cadence(config.slow_share)

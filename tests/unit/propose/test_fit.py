@@ -253,7 +253,9 @@ def test_the_loss_pulls_towards_drawn_tokens_and_the_weights_before(model: Llama
         taught = [lied(t) for t in world()]
         fit(heads, model, taught, updates=40, batch_positions=128, lr=5e-3, loss=loss, held_out=world(seed=5))
         likelihood[name] = -float(judge.kl(heads, drawn=True)[0])
-        moved[name] = sum(float((p - b).square().sum()) for p, b in zip(heads.parameters(), before, strict=True))
+        moved[name] = sum(
+            float((p.detach() - b).square().sum()) for p, b in zip(heads.parameters(), before, strict=True)
+        )
     assert likelihood["tokens"] > likelihood["laws"] + 0.3
     assert 0 < moved["held"] < 0.5 * moved["tokens"]
 
