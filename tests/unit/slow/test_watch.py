@@ -258,6 +258,20 @@ def test_small_rollouts_make_a_window_together(slow: SlowPath) -> None:
     assert slow.reservoir.positions == 2 * small * LENGTH >= path.WINDOW
 
 
+def test_half_a_window_is_saved_as_well(model: LlamaForCausalLM, slow: SlowPath, tmp_path: Path) -> None:
+    small = path.WINDOW // (2 * LENGTH) + 1
+    for trajectory in rollout(0, chain=0, count=small):
+        slow.record(trajectory)
+    slow.learn(LONG)
+    slow.save(tmp_path)
+    again = SlowPath(copy.deepcopy(slow.heads), model, reflex="off")
+    again.load(tmp_path)
+    for trajectory in rollout(1, chain=0, count=small):
+        again.record(trajectory)
+    again.learn(LONG)
+    assert "regret" in again.measures and again.reservoir.positions == 2 * small * LENGTH
+
+
 def test_off_means_that_nothing_is_recorded_and_nothing_done(model: LlamaForCausalLM, knowing: FutureHeads) -> None:
     slow = SlowPath(copy.deepcopy(knowing), model, SlowConfig(slow="off"))
     recorded, changed = go(slow, 40, chain=1)
