@@ -16,6 +16,7 @@ import torch
 from specroll.budget import BudgetRule
 from specroll.config import EngineConfig
 from specroll.device import to_host
+from specroll.engine.alarm import Alarm
 from specroll.engine.past import Past
 from specroll.engine.scheduler import Running, Scheduler
 from specroll.model.target import HFTarget
@@ -80,10 +81,11 @@ class Session:
         hooks: Hooks,
         policy_version: int,
         tokenizer: Any,
+        alarm: Alarm | None,
     ) -> None:
         self.target, self.proposer, self.planner, self.rule = target, proposer, planner, rule
         self.sampling, self.config, self.hooks = sampling, config, hooks
-        self.policy_version, self.tokenizer = policy_version, tokenizer
+        self.policy_version, self.tokenizer, self.alarm = policy_version, tokenizer, alarm
         self.hidden_SH = torch.empty(0, target.hidden_size, device=target.device, dtype=target.causal.dtype)
         self.completions: list[Completion | None] = []
         self.rounds: list[RoundStats] = []
@@ -165,9 +167,12 @@ class Session:
                 ended[s] = reason
             stats.emitted += kept
         _count(stats, rows, tree.max_depth)
+        accepted = sum(stats.accepted_by_depth)
         if self.planner is not None:
             seconds = sum(t for stage, t in stats.seconds.items() if stage != "prefill")
-            self.planner.observe(stats.running, gain, sum(stats.accepted_by_depth), stats.proposed, seconds)
+            self.planner.observe(stats.running, gain, accepted, stats.proposed, seconds)
+        if self.alarm is not None and gain is not None:
+            self.alarm.observe(stats.running, gain, stats.proposed, accepted, self.policy_version)
         self._trace(out, [i for path in paths for i in path], [len(p) for p in paths])
         if moves and self.target.cache is not None:
             slot, source, to = (torch.tensor(m, device=self.target.device) for m in zip(*moves, strict=True))

@@ -1,8 +1,8 @@
 """How often heads may be watched and taught once they know something: a share of the rollouts' time, and no more.
 
 Counts rollouts, and what was spent on recording, on watching and on teaching. Nothing is begun unless what it is
-expected to take still fits. Recording may take half of the share, and more of it only to see whether a first bad window
-was chance. After a refresh there is a cool-down, which doubles each time that a refresh came to nothing. Knows times
+expected to take still fits. Recording as such may take a quarter of the share. Where heads are suspected it may take
+more, as long as a refresh remains possible. After a refresh there is a cool-down, which doubles each time that a refresh came to nothing. Knows times
 and counts only.
 """
 
@@ -14,11 +14,13 @@ from typing import Any
 
 EVERY = 4
 """Rollouts from one that is recorded to the next, at the least."""
-URGENT_SHARE, CALM_SHARE = 0.75, 0.5
-"""Of the share: what may be spent before a rollout is recorded, by whether heads are suspected."""
+CALM_SHARE = 0.25
+"""Of the share: what may be spent before a rollout is recorded, as long as heads are not suspected."""
 COOL_DOWN, MOST_COOL_DOWN = 16, 512
 """Rollouts after a refresh before the next."""
 LEAST_UPDATES, MOST_UPDATES = 8, 48
+RESERVED_UPDATES = 16
+"""What a recording leaves the time for that is to lead to a refresh."""
 GUESSED_RECORDING = 0.1
 """Of a rollout's time: what recording and watching it take, as long as nothing is known."""
 
@@ -62,15 +64,17 @@ class Cadence:
     def cooling(self) -> bool:
         return self.rollouts < self.cool_until
 
-    def may_record(self, urgent: bool) -> bool:
-        """Whether the coming rollout should be recorded."""
-        if not self.rollouts or (self.since_recorded < EVERY and not urgent):
+    def may_record(self, urgent: bool, update_seconds: float | None = None) -> bool:
+        """Whether the coming rollout should be recorded. An update of unknown cost is taken for a look at a window."""
+        if not self.rollouts:
             return False
         expected = self.record_seconds
         if expected is None:
             expected = GUESSED_RECORDING * self.rollout_seconds / self.rollouts
-        part = URGENT_SHARE if urgent else CALM_SHARE
-        return self.spent + expected <= part * self.share * self.rollout_seconds
+        if urgent:
+            refresh = RESERVED_UPDATES * (expected if update_seconds is None else update_seconds)
+            return expected + refresh <= self.left
+        return self.since_recorded >= EVERY and self.spent + expected <= CALM_SHARE * self.share * self.rollout_seconds
 
     def updates(self, update_seconds: float) -> int:
         """How many updates a refresh may take now; 0 where it has to wait."""

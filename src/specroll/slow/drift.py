@@ -1,8 +1,9 @@
 """Whether a head has got worse, and stays so: windows of records against a robust baseline.
 
 Knows numbers only: of each horizon, at places of the policy's own responses, whether the head's first candidate was
-drawn there, and its regret, the probability that its best candidates leave to better ones. A policy that moves lets
-hits fall and regret rise. Single windows do that by chance, and a window's responses tell of each other (their prompts
+drawn there, and its regret, the probability that its best candidates leave to better ones. Hits come of any rollout
+that speculates, regret only of one that is recorded; a window may lack either. A policy that moves lets hits fall and
+regret rise. Single windows do that by chance, and a window's responses tell of each other (their prompts
 are few), so what counts is several windows in a row, each beyond what responses and the baseline's own spread explain.
 
     K  horizons    P  positions    X  responses
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -28,9 +29,13 @@ THRESHOLD = 3.0
 """In robust standard deviations."""
 LEAST = 0.02
 """Changes of a hit rate or a regret below this are not worth a refresh, however sure they are."""
+_LEAST_KNOWN = 3
+"""Of a baseline's windows, so many must have what is compared."""
 _MAD_TO_STD = 1.4826
 _FEW = 1.2
 """The median deviation of so few windows is this much too small."""
+_ALIKE, _LEAST_VARIANCE = 1.5, 0.01
+"""Draws of a few prompts' responses are alike: their share errs so much more than that of independent ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,21 @@ class Window:
         hits, hits_error = _mean(hit_PK.double(), exists_PK, response_P)
         regret, regret_error = _mean(regret_PK.double(), exists_PK, response_P)
         return cls(hits, regret, hits_error, regret_error)
+
+    @classmethod
+    def counted(cls, draws_K: Sequence[float], hits_K: Sequence[float]) -> Window:
+        """Of counts, whose responses are not known apart."""
+        hits, error = [], []
+        for draws, hit in zip(draws_K, hits_K, strict=True):
+            share = hit / draws if draws else math.nan
+            hits.append(share)
+            error.append(_ALIKE * math.sqrt(max(share * (1 - share), _LEAST_VARIANCE) / draws) if draws else math.nan)
+        unknown = (math.nan,) * len(hits)
+        return cls(tuple(hits), unknown, tuple(error), unknown)
+
+    def with_hits(self, other: Window) -> Window:
+        """This one's regret, and the hits of another."""
+        return replace(self, hits=other.hits, hits_error=other.hits_error)
 
 
 class DriftMonitor:
@@ -81,8 +101,8 @@ class DriftMonitor:
 
     @property
     def suspects(self) -> bool:
-        """Whether the latest window is beyond the threshold, but not enough of them in a row yet."""
-        return any(score > THRESHOLD for score in self.score_K) and not any(self.degraded_K)
+        """Whether the latest window is beyond the threshold."""
+        return any(score > THRESHOLD for score in self.score_K)
 
     @property
     def degraded_K(self) -> list[bool]:
@@ -135,7 +155,7 @@ def _mean(value_PK: Tensor, exists_PK: Tensor, response_P: Tensor) -> tuple[tupl
 def _score(baseline: Sequence[float], value: float, error: float) -> float:
     """Robust standard deviations that a window's mean lies above the baseline's median."""
     known = [b for b in baseline if math.isfinite(b)]
-    if not known or not math.isfinite(value):
+    if len(known) < _LEAST_KNOWN or not math.isfinite(value):
         return 0.0
     middle = median(known)
     spread = _FEW * _MAD_TO_STD * median(abs(b - middle) for b in known)

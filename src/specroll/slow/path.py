@@ -1,9 +1,10 @@
 """The slow path of one run: heads are taught the policy's own responses between rollouts.
 
-Untrained heads learn from the first responses (`cold`). Heads that know something are watched on a few recorded
-rollouts (`drift`), as seldom as their share of the time demands (`cadence`), and taught again only where they got worse
-and stayed so (`consolidate`). Decides what happens when; each part is done elsewhere. A rollout sees one state of the
-heads, and what this costs it is recording alone.
+Untrained heads learn from the first responses (`cold`). Heads that know something are watched (`drift`): by their hits
+in every rollout that speculates, which cost nothing, and by what they are worth on a few recorded ones, as seldom as
+their share of the time demands (`cadence`). They are taught again only where they got worse and stayed so
+(`consolidate`). Decides what happens when; each part is done elsewhere. A rollout sees one state of the heads, and what
+this costs it is recording alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -38,7 +40,9 @@ COLD_POSITIONS = 32_768
 POSITIONS = 8_192
 """The same afterwards: what the policy did long ago is no guide to what it does."""
 WINDOW = 512
-"""Tokens that heads are watched on at once, at the least; fewer tell nothing."""
+"""Recorded tokens, or draws of the first horizon, that heads are watched on at once, at the least."""
+TAUGHT = 1024
+"""Least tokens that a refresh learns from, beside those that judge it."""
 COLD_BATCH_POSITIONS = 256
 COLD_LEARNING_RATE = 2e-3  # short fits: twice what a long one likes
 STATE, TENSORS = "slow.json", "slow.safetensors"
@@ -67,6 +71,8 @@ class SlowPath:
         self.cadence = Cadence(config.slow_share)
         self.monitor = DriftMonitor(heads.horizons)
         self.optimizer = adamw(heads)
+        self.alarmed = False
+        """Told from outside: acceptance has collapsed, so heads are looked at soon."""
         self.version = 0
         """How often the heads have changed."""
         self.triggers = 0
@@ -86,13 +92,17 @@ class SlowPath:
         self.reservoir = Reservoir(POSITIONS if self._warm else COLD_POSITIONS)
         self._fresh = Reservoir(POSITIONS)
         """Responses that heads have not been watched on yet."""
+        self._tally = [[0.0] * self.heads.horizons] * 2  # draws and hits since the latest window
+        self._tallied = False  # whether hits are counted in rollouts, or are to be seen in what is recorded
 
     @property
     def wants_more(self) -> bool:
         """Whether the coming rollout should be recorded."""
         if not self.cold.over:
             return True
-        return self.watches and self.cadence.may_record(self.monitor.suspects and not self.cadence.cooling)
+        suspected = self.monitor.suspects or self.alarmed
+        urgent = suspected and not self.cadence.cooling
+        return self.watches and self.cadence.may_record(urgent, self._update_seconds)
 
     def record(self, trajectory: Trajectory) -> None:
         """Take in one finished response."""
@@ -104,25 +114,24 @@ class SlowPath:
             return
         (self._fresh if self._warm else self.reservoir).add(trajectory)
 
-    def learn(self, rollout_seconds: float, recording_seconds: float = 0.0) -> bool:
-        """After a rollout that took so long, a part of it for recording. Returns whether heads have changed."""
+    def learn(
+        self, rollout_seconds: float, recording_seconds: float = 0.0, tally: Sequence[Sequence[float]] | None = None
+    ) -> bool:
+        """After a rollout that took so long, a part of it for recording. Returns whether heads have changed.
+
+        `tally`: by horizon, draws that were looked at and those of the heads' best candidates (`HeadsProposer.tally`).
+        """
         self.measures = {}
         if not self._warm:
             return self._start(rollout_seconds, recording_seconds)
         if not self.watches:
             return False
         self.cadence.rollout(rollout_seconds)
-        if not self._recorded:
-            return False
-        self._recorded = 0
-        watching = self._watch()
-        self.cadence.recorded(recording_seconds + (watching or 0.0))
-        changed = False
-        if watching is not None:
-            changed = self._refresh(watching)
-            for trajectory in self._fresh.trajectories:
-                self.reservoir.add(trajectory)
-            self._fresh.clear()
+        if tally is not None:
+            self._tallied = True
+            self._tally = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(self._tally, tally, strict=True)]
+        changed = self._recorded > 0 and self._look(recording_seconds)
+        self._count()
         share = self.cadence.spent / self.cadence.rollout_seconds
         self.measures |= {"triggers": float(self.triggers), "slow_share": share}
         return changed
@@ -159,28 +168,50 @@ class SlowPath:
         self.version += 1
         self._tell(Refresh(version=self.version, degraded=(), kept=True, seconds=took, fit=report))
 
-    def _watch(self) -> float | None:
-        """Look how heads fare on what is fresh. Returns what that took; None where it is too little to tell."""
-        if self._fresh.positions < WINDOW or not self._fresh.teaches:
-            return None
+    def _look(self, recording_seconds: float) -> bool:
+        """After a recorded rollout: watch heads on it, and teach them if they need it. Returns whether they changed."""
+        self._recorded = 0
+        if self._fresh.positions < WINDOW or not self._fresh.teaches:  # too little to tell
+            self.cadence.recorded(recording_seconds)
+            return False
+        watching = self._watch()
+        self.cadence.recorded(recording_seconds + watching)
+        changed = self._refresh(watching)
+        for trajectory in self._fresh.trajectories:
+            self.reservoir.add(trajectory)
+        self._fresh.clear()
+        return changed
+
+    def _watch(self) -> float:
+        """See what heads are worth on what is fresh, with the hits since the latest window. Returns what that took."""
         started = time.perf_counter()
-        records = Judge(self.model, self._fresh.trajectories, self.reflex).records(self.heads)
-        window = Window.of(*records)
-        self.monitor.observe(window)
+        window = Window.of(*Judge(self.model, self._fresh.trajectories, self.reflex).records(self.heads))
+        if self._tallied:
+            window = window.with_hits(Window.counted(*self._tally))
+        self._observe(window)
         regrets = [regret for regret in window.regret if math.isfinite(regret)]
-        self.measures = {"drift_score": max(self.monitor.score_K)}
         if regrets:
             self.measures["regret"] = sum(regrets) / len(regrets)
         took = time.perf_counter() - started
         self.seconds += took
         return took
 
+    def _count(self) -> None:
+        """Hits make a window by themselves as soon as there are enough."""
+        if self._tally[0][0] >= WINDOW:
+            self._observe(Window.counted(*self._tally))
+
+    def _observe(self, window: Window) -> None:
+        self.monitor.observe(window)
+        self._tally = [[0.0] * self.heads.horizons] * 2
+        self.measures["drift_score"] = max(self.monitor.score_K)
+
     def _refresh(self, watching: float) -> bool:
         """Teach heads that got worse and stayed so, if the time allows it. Returns whether they changed."""
         degraded = tuple(k + 1 for k, worse in enumerate(self.monitor.degraded_K) if worse)
         # Before the first refresh: an update costs about as much as a look at a window.
         updates = self.cadence.updates(self._update_seconds or watching) if degraded else 0
-        if not updates or not self.reservoir.teaches:
+        if not updates or self.reservoir.positions < TAUGHT or not self.reservoir.teaches:
             return False
         started = time.perf_counter()
         self.triggers += 1
@@ -224,10 +255,10 @@ class SlowPath:
         try:
             state = json.loads((folder / STATE).read_bytes())
             tensors = load_tensors((folder / TENSORS).read_bytes())
-            for name in _COUNTS:
-                setattr(self, name, state[name])
             self.cold.restore(state["cold"])
             self._begin_phase()
+            for name in _COUNTS:
+                setattr(self, name, state[name])
             self.cadence.restore(state["cadence"])
             self.monitor.restore(state["monitor"])
             self.reservoir.restore("reservoir.", tensors, state["reservoir"])
@@ -240,7 +271,7 @@ class SlowPath:
         restore_moments(self.heads, self.optimizer, tensors)
 
 
-_COUNTS = ("version", "triggers", "refused", "seconds", "_update_seconds")
+_COUNTS = ("version", "triggers", "refused", "seconds", "_update_seconds", "_tally", "_tallied")
 _PARTS = ("cold", "cadence", "monitor", "reservoir", "_fresh")
 
 

@@ -54,8 +54,9 @@ class SpecRollout:
             begin untrained learn at first all the same, and given ones stay as they are.
 
     The trainer's logs gain `specroll/tokens_per_second`, `specroll/tokens_per_round` and `specroll/acceptance`; where
-    heads propose `specroll/reflex_open` (1 while Reflex corrects them, 0 while its gate is shut); where heads have
-    learned `specroll/learning_seconds` and `specroll/heads_version`; and where they were watched those of
+    heads propose `specroll/reflex_open` (1 while Reflex corrects them, 0 while its gate is shut) and `specroll/alarm`
+    (1 while hardly anything that they propose is accepted, see `engine.alarm`); where heads have learned
+    `specroll/learning_seconds` and `specroll/heads_version`; and where they were watched those of
     `SlowPath.measures` (docs/commands.md).
     """
 
@@ -99,6 +100,8 @@ class SpecRollout:
             for ids, sample in zip(prompt_ids, samples, strict=True)
         ]
         started = time.perf_counter()
+        if self.learner is not None:
+            self.learner.alarmed = engine.alarm.raised
         records = mode == "train" and self.learner is not None and self.learner.wants_more
         record = self.learner.record if records and self.learner is not None else None
         rollout = engine.generate(requests, sampling, stop=stop, on_trajectory=record)
@@ -107,6 +110,8 @@ class SpecRollout:
         _log(rollout, trainer, mode)
         if isinstance(engine.proposer, HeadsProposer) and engine.proposer.reflex != "off":
             trainer._metrics[mode]["specroll/reflex_open"].append(float(engine.proposer.gate.open))
+        if engine.proposer is not None:
+            trainer._metrics[mode]["specroll/alarm"].append(float(engine.alarm.raised))
         if mode == "train":
             self._learn(engine, rollout, trainer)
         return {
@@ -171,7 +176,8 @@ class SpecRollout:
         learner, proposer = self.learner, engine.proposer
         if learner is None:
             return
-        if learner.learn(rollout.seconds, rollout.recording_seconds):
+        tally = proposer.tally() if isinstance(proposer, HeadsProposer) else None
+        if learner.learn(rollout.seconds, rollout.recording_seconds, tally):
             if learner.report is not None and learner.report.degraded and isinstance(proposer, HeadsProposer):
                 proposer.refresh()
             else:

@@ -7,7 +7,16 @@ import random
 
 import pytest
 
-from specroll.slow.cadence import COOL_DOWN, EVERY, LEAST_UPDATES, MOST_COOL_DOWN, MOST_UPDATES, Cadence
+from specroll.slow.cadence import (
+    CALM_SHARE,
+    COOL_DOWN,
+    EVERY,
+    LEAST_UPDATES,
+    MOST_COOL_DOWN,
+    MOST_UPDATES,
+    RESERVED_UPDATES,
+    Cadence,
+)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -43,15 +52,29 @@ def test_few_rollouts_are_recorded_even_where_it_costs_nothing() -> None:
     assert 40 / EVERY / 2 <= sum(recorded) <= 40 / EVERY
 
 
-def test_a_suspicion_is_followed_up_at_once_but_not_at_any_price() -> None:
+def test_a_suspicion_is_followed_up_at_once_if_a_refresh_remains_possible() -> None:
     cadence = Cadence(0.02)
     for _ in range(100):
         cadence.rollout(10.0)
     cadence.recorded(1.0)
     cadence.rollout(10.0)
-    assert cadence.may_record(urgent=True) and not cadence.may_record(urgent=False)
-    cadence.spend(0.75 * 0.02 * cadence.rollout_seconds - 1.5)
-    assert not cadence.may_record(urgent=True)
+    update = 0.25
+    assert cadence.may_record(urgent=True, update_seconds=update) and not cadence.may_record(urgent=False)
+    cadence.spend(cadence.left - 1.0 - RESERVED_UPDATES * update)
+    assert cadence.may_record(urgent=True, update_seconds=update)
+    cadence.spend(0.1)
+    assert not cadence.may_record(urgent=True, update_seconds=update)
+    assert not cadence.may_record(urgent=True), "an update of unknown cost takes as long as a look"
+
+
+def test_calm_recording_leaves_most_of_the_share_to_refreshes() -> None:
+    cadence = Cadence(0.02, record_seconds=1.0)
+    for _ in range(400):
+        recorded = cadence.may_record(urgent=False)
+        cadence.rollout(10.0)
+        if recorded:
+            cadence.recorded(1.0)
+    assert 0.8 * CALM_SHARE < cadence.spent / (0.02 * cadence.rollout_seconds) <= CALM_SHARE
 
 
 def test_a_refresh_takes_what_is_left_within_bounds() -> None:

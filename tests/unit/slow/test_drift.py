@@ -152,3 +152,38 @@ def test_a_restored_monitor_goes_on_as_the_saved_one() -> None:
 def test_a_damaged_state_is_refused(state: dict) -> None:
     with pytest.raises(ValueError, match="drift monitor's state is"):
         DriftMonitor(4).restore(state)
+
+
+def counts(seed: int, draws: int, worse: float = 0.0) -> Iterator[Window]:
+    """Windows of counted hits alone, each of rollouts that are a little easier or harder."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        share_K = HITS - worse + 0.02 * torch.randn(1, generator=generator)
+        draws_K = draws * torch.tensor([1.0, 0.5, 0.25, 0.12])
+        yield Window.counted(draws_K.tolist(), torch.binomial(draws_K.round(), share_K, generator=generator).tolist())
+
+
+def test_hits_alone_tell_of_a_change_and_not_of_chance() -> None:
+    noticed = triggers = 0
+    for seed in range(40):
+        monitor = DriftMonitor(4)
+        for now in watched(monitor, counts(seed, 600), BASELINE + 34):
+            if any(now):
+                triggers += 1
+                monitor.forgive()
+        monitor.forgive()
+        noticed += any(watched(monitor, counts(5000 + seed, 600, worse=0.2), SUSTAINED)[-1])
+    assert noticed >= 38 and triggers <= 1, (noticed, triggers)
+
+
+def test_a_window_without_hits_or_without_regret_says_nothing_of_them() -> None:
+    monitor = settled()
+    nothing = Window.counted([0.0] * 4, [0.0] * 4)
+    monitor.observe(nothing)
+    assert monitor.score_K == [0.0] * 4
+    monitor.observe(next(windows(60, worse=0.3)).with_hits(nothing))
+    assert monitor.suspects, "regret alone is enough"
+    few = DriftMonitor(4)
+    watched(few, counts(1, 600), BASELINE)
+    few.observe(next(windows(60, worse=0.3)).with_hits(next(counts(2, 600))))
+    assert not few.suspects, "there is no regret to compare with yet"

@@ -309,3 +309,39 @@ def test_a_folder_without_its_state_is_refused(slow: SlowPath, tmp_path: Path) -
     (tmp_path / path.TENSORS).write_bytes(b"torn")
     with pytest.raises(ValueError, match="not how far their learning has come"):
         slow.load(tmp_path)
+
+
+def tally(share: float, draws: float = 400.0) -> list[list[float]]:
+    return [[draws, draws / 2], [draws * share, draws / 2 * share]]
+
+
+def test_hits_that_are_counted_in_rollouts_cost_nothing_and_call_for_a_look(slow: SlowPath) -> None:
+    recorded = 0
+    for seed in range(2 * BASELINE):
+        recorded += slow.wants_more
+        if slow.wants_more:
+            for trajectory in rollout(seed, chain=0):
+                slow.record(trajectory)
+        slow.learn(LONG, tally=tally(0.8))
+    assert recorded <= 2 * BASELINE / cadence.EVERY and not slow.monitor.suspects
+    spent = slow.cadence.spent
+    for _ in range(2):  # two rollouts make a window
+        slow.learn(LONG, tally=tally(0.3))
+    assert slow.cadence.spent == spent and slow.measures["drift_score"] > 3.0
+    assert slow.wants_more, "the next rollout is recorded although the last was a moment ago"
+    changed = []
+    for seed in range(500, 500 + 2 * SUSTAINED):
+        if slow.wants_more:
+            for trajectory in rollout(seed, chain=1):
+                slow.record(trajectory)
+        changed.append(slow.learn(LONG, tally=tally(0.3)))
+    assert sum(changed) == 1 and slow.report is not None and slow.report.kept
+
+
+def test_an_alarm_calls_for_a_look(slow: SlowPath) -> None:
+    settle(slow)
+    go(slow, 1, chain=0)
+    slow.cadence.since_recorded = 0
+    assert not slow.wants_more
+    slow.alarmed = True
+    assert slow.wants_more
