@@ -1,14 +1,14 @@
 """Notices when a proposer's promises collapse, and says so once, with the likely cause. Changes nothing.
 
 Stepping down, to plain decoding if need be, and back up is the budget's work (`Planner`); it does so without a word, as
-speculation that does not pay is nothing unusual. Here it is asked whether something broke. A verified node is worth what
-nodes of its rank have promised since the proposer began, over a memory so long that no collapse changes it while it is
-being noticed. Accepted tokens are as good as Poisson, and the evidence that their rate has fallen to q of the promised
-one is the running sum of
+speculation that does not pay is nothing unusual. Here it is asked whether something broke. A verified node is worth
+what nodes of its rank have promised since the proposer began, over a memory so long that no collapse changes it while
+it is being noticed. Accepted tokens are as good as Poisson, and the evidence that their rate has fallen to q of the
+promised one is the running sum of
 
-    (1 - q) promised - log(1 / q) accepted,     never below 0                    (Page's test, q = 1/4).
+    (1 - q) promised - log(1 / q) accepted,     never below 0                   (Page's test, q = 0.15).
 
-Above `EVIDENCE` the alarm is raised: where nothing is accepted any more after 21 promised tokens, some thirty rounds of
+Above `EVIDENCE` the alarm is raised: where nothing is accepted any more after 24 promised tokens, some thirty rounds of
 one sequence or four of eight. The same sum with its sign turned takes it back. A proposer that is no good from the
 start is soon asked no more, so it is judged once, after its first `CHANCE` promised tokens. Rounds of which no node
 promises anything come of numbers that are not finite.
@@ -22,10 +22,10 @@ import logging
 import math
 from collections.abc import Sequence
 
-FALLEN = 0.25
-"""Of the promised rate: a proposer that keeps more than half of its promises raises nothing."""
-EVIDENCE, RECOVERED = 16.0, 8.0
-"""In nats: a good proposer reaches the first by chance about once in ten million accepted tokens."""
+FALLEN = 0.15
+"""Of the promised rate: a proposer that keeps three quarters of its promises raises nothing."""
+EVIDENCE, RECOVERED = 20.0, 8.0
+"""In nats: a proposer that keeps them all reaches the first by chance once in hundreds of millions of tokens."""
 CHANCE, LEAST = 8.0, 2
 """Promised tokens of which fewer than so many come true by chance once in three hundred proposers."""
 NOTHING, EMPTY_ROUNDS = 1e-5, 2
@@ -86,7 +86,9 @@ class Alarm:
     def _worth(self, running: int, proposed: int) -> float:
         """What so many nodes promise by the long memory."""
         counts = (min(running, proposed - first) for first in range(0, proposed, running))
-        return sum(count * total / known for count, (total, known) in zip(counts, self._promises, strict=False) if known)
+        return sum(
+            count * total / known for count, (total, known) in zip(counts, self._promises, strict=False) if known
+        )
 
     def _hopeless(self, promised: float, accepted: int) -> bool:
         """Whether a proposer came to nothing in its first rounds; asked once."""
@@ -102,8 +104,8 @@ class Alarm:
             return
         self.raised, self.cause, self._evidence = True, cause, 0.0
         logger.warning(
-            "hardly anything that is proposed is accepted any more; tokens are right all the same, and speculation steps "
-            "down to what pays. Likely cause: %s",
+            "hardly anything that is proposed is accepted any more; tokens are right all the same, and speculation "
+            "steps down to what pays. Likely cause: %s",
             cause,
         )
 
@@ -115,7 +117,9 @@ class Alarm:
             )
         if moved := policy_version - self._good_version:
             return (
-                f"the policy has moved on by {moved} versions since. Let the heads be taught again in the run (the slow "
-                "path), or fit them anew"
+                f"the policy has moved on by {moved} versions since. Let the heads be taught again in the run (the "
+                "slow path), or fit them anew"
             )
-        return "the policy is the same, so prompts, temperature or top_p have changed. Fit the heads at what is used now"
+        return (
+            "the policy is the same, so prompts, temperature or top_p have changed. Fit the heads at what is used now"
+        )

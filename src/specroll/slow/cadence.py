@@ -2,8 +2,8 @@
 
 Counts rollouts, and what was spent on recording, on watching and on teaching. Nothing is begun unless what it is
 expected to take still fits. Recording as such may take a quarter of the share. Where heads are suspected it may take
-more, as long as a refresh remains possible. After a refresh there is a cool-down, which doubles each time that a refresh came to nothing. Knows times
-and counts only.
+more, as long as a refresh remains possible. After a refresh there is a cool-down, which doubles each time that a
+refresh came to nothing. Knows times and counts only.
 """
 
 from __future__ import annotations
