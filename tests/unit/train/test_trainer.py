@@ -261,8 +261,9 @@ def watch_at_once(monkeypatch: pytest.MonkeyPatch, degraded: bool) -> None:
     monkeypatch.setattr(cadence, "LEAST_UPDATES", 1)
     monkeypatch.setattr(path, "WINDOW", 8)
     monkeypatch.setattr(DriftMonitor, "degraded_K", property(lambda self: [degraded] * self.horizons))
-    monkeypatch.setattr(Cadence, "may_record", lambda self, urgent: True)
+    monkeypatch.setattr(Cadence, "may_record", lambda self, urgent, update_seconds: True)
     monkeypatch.setattr(Cadence, "updates", lambda self, seconds: 4)
+    monkeypatch.setattr(path, "TAUGHT", 1)
 
 
 def test_heads_that_are_given_are_watched_taught_and_kept_in_checkpoints(
