@@ -38,13 +38,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": _NOUNS | {"tree", "device"},
     "reflex": _NOUNS,
     "propose": _PARTS | {"files", "reflex"},
+    "slow": _NOUNS | {"files", "propose"},
     "engine": _PARTS,
     "build": _ENGINE | {"propose"},
     "oracle": {"noise", "types"},  # the outside witness: the more of ours it used, the less it would prove
     "check": _TOP | {"oracle"},
     "simulate": _ENGINE | {"files"},
     "hf": _TOP,
-    "train": _TOP | {"report"},
+    "train": _TOP | {"report", "slow"},
     "bench": _TOP | {"report", "train"},
     "cli": _TOP | {"report", "train", "bench", "check", "hf", "files", "simulate"},
 }

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 BudgetRuleName = Literal["optimal", "paper"]
 ReflexName = Literal["associative", "off"]
+SlowName = Literal["on", "off"]
 HeadsSee = Literal["path", "root", "state"]
 
 
@@ -30,6 +31,13 @@ def check_reflex(reflex: str) -> None:
     """Raise ValueError for a form of Reflex that does not exist."""
     if reflex not in get_args(ReflexName):
         raise ValueError(f"reflex is one of {', '.join(get_args(ReflexName))}, got {reflex!r}")
+
+
+def _check_slow(slow: str, share: float) -> None:
+    if slow not in get_args(SlowName):
+        raise ValueError(f"slow is one of {', '.join(get_args(SlowName))}, got {slow!r}")
+    if not 0.0 < share < 1.0:
+        raise ValueError(f"slow_share must be a part of the rollouts' time, above 0 and below 1, got {share}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +96,19 @@ class BudgetConfig:
         check_reflex(self.reflex)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowConfig:
+    """The slow path: heads that got worse for good are taught again, between rollouts."""
+
+    slow: SlowName = "on"
+    """on: heads are watched and taught again; off: heads stay as they are once they have learned."""
+    slow_share: float = 0.02
+    """Most of the rollouts' time that it may take, recording included; the first learning is not counted."""
+
+    def __post_init__(self) -> None:
+        _check_slow(self.slow, self.slow_share)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A whole training run. The defaults are the demo's: a 135M model learns one-digit sums on two CPU cores."""
@@ -128,6 +149,10 @@ class TrainConfig:
     """How many of them are verified: optimal, as many as pay in each round; paper, the published rule (a baseline)."""
     reflex: ReflexName = "associative"
     """associative: what a response holds already corrects what heads propose for it; off: heads alone."""
+    slow: SlowName = "on"
+    """on: heads that got worse for good are taught again between rollouts; off: heads stay as they are once learned."""
+    slow_share: float = 0.02
+    """Most of the rollouts' time that watching heads and teaching them again may take: how often that can happen."""
     save_every: int = 20
     """Steps between checkpoints."""
     output: Path | None = None
@@ -150,6 +175,7 @@ class TrainConfig:
         _at_least(0, lora_rank=self.lora_rank, max_nodes=self.max_nodes, seed=self.seed)
         _known_rule(self.budget)
         check_reflex(self.reflex)
+        _check_slow(self.slow, self.slow_share)
         if self.num_generations < 2:
             raise ValueError("num_generations must be at least 2: GRPO compares the responses of a group")
         if self.seed >= 1 << 32:

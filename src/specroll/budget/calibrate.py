@@ -54,6 +54,7 @@ class HitCalibrator:
         self.information_PK = torch.full((2, horizons), PRIOR_WEIGHT, device=device)
         self.tried_PK = torch.full((2, horizons), PRIOR_WEIGHT, device=device)
         self.covered_PK = coverage_PK * PRIOR_WEIGHT
+        self._tally_2K = torch.zeros(2, horizons, device=device)
 
     @property
     def estimate_2PK(self) -> Tensor:
@@ -104,9 +105,11 @@ class HitCalibrator:
         variance_N = (share_NC * (centred_NC - mean_N[:, None]).square()).sum(-1)
         surprise_N = (centred_NC * match_NC).sum(-1) - mean_N
 
-        row_N4 = torch.stack((counts_N, hit_N, hit_N * surprise_N, hit_N * variance_N), dim=1)
-        sum_X4 = row_N4.new_zeros(self.beta_PK.numel(), 4).index_add_(0, place_N, row_N4)
-        tried_PK, covered_PK, gradient_PK, variance_PK = sum_X4.T.unflatten(1, self.beta_PK.shape)
+        first_N = counts_N * match_NC[:, 0]
+        row_N5 = torch.stack((counts_N, first_N, hit_N, hit_N * surprise_N, hit_N * variance_N), dim=1)
+        sum_X5 = row_N5.new_zeros(self.beta_PK.numel(), 5).index_add_(0, place_N, row_N5)
+        tried_PK, first_PK, covered_PK, gradient_PK, variance_PK = sum_X5.T.unflatten(1, self.beta_PK.shape)
+        self._tally_2K = self._tally_2K + torch.stack((tried_PK[0], first_PK[0]))
         # Each observation fades all earlier ones; the natural gradient divides by all the information still remembered.
         kept_PK = torch.exp(tried_PK / -MEMORY)
         self.tried_PK = self.tried_PK * kept_PK + tried_PK
@@ -114,6 +117,12 @@ class HitCalibrator:
         self.information_PK = (self.information_PK * kept_PK + variance_PK).clamp(min=1.0)
         step_PK = (gradient_PK / self.information_PK).clamp(-BETA_STEP, BETA_STEP)
         self.beta_PK = (self.beta_PK + step_PK).clamp(*BETA_RANGE)
+
+    def tally(self) -> list[list[float]]:
+        """Since it was asked last, by horizon along the best path: draws, and those of the best candidate. Waits."""
+        counts = self._tally_2K.tolist()
+        self._tally_2K = torch.zeros_like(self._tally_2K)
+        return counts
 
     def forget(self, share: float = 0.9) -> None:
         """Trust past evidence less, after the proposer or the policy has changed: estimates stay, but move faster."""

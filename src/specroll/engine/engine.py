@@ -14,6 +14,7 @@ from torch import nn
 
 from specroll.budget import BudgetRule, FixedPlanner, PaperPlanner, Planner
 from specroll.config import BudgetConfig, BudgetRuleName, EngineConfig
+from specroll.engine.alarm import Alarm
 from specroll.engine.history import LengthHistory
 from specroll.engine.measure import latency_curve, propose_seconds
 from specroll.engine.step import Hooks, Session
@@ -32,6 +33,8 @@ class Rollout:
     completions: list[Completion]
     rounds: list[RoundStats]
     seconds: float
+    recording_seconds: float = 0.0
+    """Of these, what keeping trajectories took."""
 
     @property
     def tokens(self) -> int:
@@ -75,6 +78,8 @@ class Engine:
         self.eos_ids = frozenset(_eos_ids(self.target, tokenizer) if eos_ids is None else eos_ids)
         self.policy_version = 0
         self.history = LengthHistory()
+        self.alarm = Alarm()
+        """Of the present proposer, if that was fitted."""
         self._planner: BudgetRule | None = None
         self._planned: tuple[Proposer, int] | None = None  # the proposer and its version that the planner knows
 
@@ -114,10 +119,11 @@ class Engine:
                 Hooks(on_tokens, on_completion, on_trajectory),
                 self.policy_version,
                 self.tokenizer,
+                self.alarm if self.proposer is not None and self.proposer.fitted else None,
             )
             completions, rounds = session.run(requests, slots, self.history.expected)
         self.history.observe(requests, completions)
-        return Rollout(completions, rounds, time.perf_counter() - started)
+        return Rollout(completions, rounds, time.perf_counter() - started, session.recording_seconds)
 
     def record(
         self,
@@ -190,6 +196,7 @@ class Engine:
         planner = self._planner
         if planner is None or self._planned is None or self._planned[0] is not self.proposer:
             planner = self._new_planner(self.proposer, sampling)
+            self.alarm = Alarm()
         elif self._planned[1] != self.proposer.version:
             planner.refreshed()
         self._planner, self._planned = planner, (self.proposer, self.proposer.version)

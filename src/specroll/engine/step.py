@@ -16,6 +16,7 @@ import torch
 from specroll.budget import BudgetRule
 from specroll.config import EngineConfig
 from specroll.device import to_host
+from specroll.engine.alarm import Alarm
 from specroll.engine.past import Past
 from specroll.engine.scheduler import Running, Scheduler
 from specroll.model.target import HFTarget
@@ -80,13 +81,15 @@ class Session:
         hooks: Hooks,
         policy_version: int,
         tokenizer: Any,
+        alarm: Alarm | None,
     ) -> None:
         self.target, self.proposer, self.planner, self.rule = target, proposer, planner, rule
         self.sampling, self.config, self.hooks = sampling, config, hooks
-        self.policy_version, self.tokenizer = policy_version, tokenizer
+        self.policy_version, self.tokenizer, self.alarm = policy_version, tokenizer, alarm
         self.hidden_SH = torch.empty(0, target.hidden_size, device=target.device, dtype=target.causal.dtype)
         self.completions: list[Completion | None] = []
         self.rounds: list[RoundStats] = []
+        self.recording_seconds = 0.0
 
     def run(
         self, requests: Sequence[Request], slots: int, expected: Callable[[Request], float]
@@ -164,9 +167,12 @@ class Session:
                 ended[s] = reason
             stats.emitted += kept
         _count(stats, rows, tree.max_depth)
+        accepted = sum(stats.accepted_by_depth)
         if self.planner is not None:
             seconds = sum(t for stage, t in stats.seconds.items() if stage != "prefill")
-            self.planner.observe(stats.running, gain, sum(stats.accepted_by_depth), stats.proposed, seconds)
+            self.planner.observe(stats.running, gain, accepted, stats.proposed, seconds)
+        if self.alarm is not None and gain is not None:
+            self.alarm.observe(stats.running, gain, stats.proposed, accepted, self.policy_version)
         self._trace(out, [i for path in paths for i in path], [len(p) for p in paths])
         if moves and self.target.cache is not None:
             slot, source, to = (torch.tensor(m, device=self.target.device) for m in zip(*moves, strict=True))
@@ -230,8 +236,10 @@ class Session:
         if self.hooks.completion is not None:
             self.hooks.completion(row.index, completion)
         if self.hooks.trajectory is not None:
+            started = time.perf_counter()
             with torch.inference_mode(False):  # what is taught later must be ordinary tensors
                 self.hooks.trajectory(Trajectory(*(torch.cat(parts) for parts in zip(*row.trace, strict=True))))
+            self.recording_seconds += time.perf_counter() - started
 
     def _trace(
         self, out: TargetOutput, rows: list[int], counts: list[int], owners: Sequence[Running] | None = None
@@ -239,6 +247,7 @@ class Session:
         """Keep what a proposer can learn from the emitted rows, if the caller wants trajectories."""
         if self.hooks.trajectory is None:
             return
+        started = time.perf_counter()
         owners = self.scheduler.running if owners is None else owners
         law = process(out.logits_NV[rows], self.sampling)
         best = law.logp_NC.topk(min(_TRACED, law.logp_NC.shape[1]), dim=1)
@@ -251,6 +260,7 @@ class Session:
         )
         for owner, n, hidden, top, logp in zip(owners, counts, *(p.split(counts) for p in pieces), strict=True):
             owner.trace.append((hidden, torch.tensor(owner.token_ids[-n:]), top, logp))
+        self.recording_seconds += time.perf_counter() - started
 
 
 def _drawn(draws: Draws) -> list[DrawnRow]:

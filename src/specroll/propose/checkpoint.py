@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,12 +52,7 @@ class Checkpoint:
         """The present weights and the optimiser's moments."""
         for name, parameter in heads.named_parameters():
             parameter.copy_(self.tensors[f"heads.{name}"])
-            prefix = f"optimizer.{name}."
-            optimizer.state[parameter] = {
-                key.removeprefix(prefix): value if key.endswith(".step") else value.to(parameter.device)
-                for key, value in self.tensors.items()
-                if key.startswith(prefix)
-            }
+        restore_moments(heads, optimizer, self.tensors)
 
 
 def write_checkpoint(
@@ -67,10 +63,32 @@ def write_checkpoint(
     tensors |= {f"best.{name}": weight for name, weight in progress.best.items()}
     for name, parameter in heads.named_parameters():
         tensors[f"heads.{name}"] = parameter.detach()
-        tensors |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    tensors |= moments(heads, optimizer)
     path.parent.mkdir(parents=True, exist_ok=True)
     header = {"fit": json.dumps({"identity": identity, "update": progress.update, "best_update": progress.best_update})}
     write_atomic(path, save_tensors({name: t.cpu().contiguous() for name, t in tensors.items()}, metadata=header))
+
+
+def moments(heads: FutureHeads, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's state by the names of the heads' parameters: the tensors themselves, nothing before a step."""
+    return {
+        f"optimizer.{name}.{key}": value
+        for name, parameter in heads.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def restore_moments(heads: FutureHeads, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put back copies of what `moments` gave; other tensors are left alone."""
+    optimizer.state.clear()
+    for name, parameter in heads.named_parameters():
+        prefix = f"optimizer.{name}."
+        kept = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        if kept:
+            optimizer.state[parameter] = {
+                key: value.clone() if key == "step" else value.to(parameter.device, copy=True)
+                for key, value in kept.items()
+            }
 
 
 def read_checkpoint(path: Path, identity: Identity) -> Checkpoint | None:

@@ -1,7 +1,8 @@
 """Teach heads the policy's own responses: horizon k learns the target's law k places after the root.
 
 Only the heads move; the target's lm_head and embedding are read. The targets are soft: KL(law || head) over the draft
-vocabulary. Whole trajectories are held out, and the heads keep the weights that did best on them, the ones they came
+vocabulary; heads that know much already may be held to the drawn tokens and to their own weights as well (`Loss`).
+Whole trajectories are held out, and the heads keep the weights that did best on them, the ones they came
 with included. An interrupted fit goes on from its checkpoint and ends with the same weights as one that was not.
 
     P  positions    B  positions of a batch    K  horizons    H  hidden width    V  draft vocabulary
@@ -20,9 +21,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specroll.config import ReflexName
 from specroll.propose.checkpoint import Progress, read_checkpoint, write_checkpoint
 from specroll.propose.heads import FutureHeads
-from specroll.propose.judge import Judge, kl_to, states
+from specroll.propose.judge import Judge, states
+from specroll.propose.loss import Loss
 from specroll.propose.readout import Readout
 from specroll.propose.samples import Samples, slots, split
 from specroll.types import Trajectory
@@ -79,20 +82,25 @@ def fit(
     updates: int = 300,
     batch_positions: int = 512,
     lr: float = 1e-3,
-    held_out: float = 0.1,
+    loss: Loss = Loss(),
+    held_out: float | Sequence[Trajectory] = 0.1,
     seed: int = 0,
     ranking: Literal["noise", "probability"] = "noise",
+    reflex: ReflexName = "associative",
     nodes: Sequence[int] = (8,),
+    optimizer: torch.optim.Optimizer | None = None,
     on_progress: Callable[[FitProgress], None] | None = None,
     checkpoint: Path | None = None,
 ) -> FitReport:
     """Fit `heads` in place to trajectories that `model` sampled, at the temperature at which they will be used.
 
     Args:
-        trajectories: the policy's own responses; `held_out` of them, chosen by `seed`, only judge.
+        trajectories: the policy's own responses.
         updates: steps of AdamW, each on `batch_positions` positions.
-        ranking: how proposals will be ranked, for the acceptance before and after.
+        held_out: a share of the trajectories, chosen by `seed`, that only judges; or other trajectories that do.
+        ranking, reflex: how proposals will be ranked and corrected, for the acceptance before and after.
         nodes: sizes of the trees to report acceptance for.
+        optimizer: one that goes on from an earlier fit, by `adamw` [a new one].
         checkpoint: a file to save to every 20 seconds and to go on from. Left in place at the end; delete it then.
 
     Raises:
@@ -101,9 +109,11 @@ def fit(
     if updates < 1 or batch_positions < 1 or not 0.0 < lr < math.inf:
         raise ValueError(f"need updates >= 1, batch_positions >= 1, lr > 0; got {updates}, {batch_positions}, {lr}")
     began = time.monotonic()
-    learn, judges = split(trajectories, held_out, seed)
-    fitting = _Fit(heads, model, Samples.of(learn), updates, batch_positions, lr, seed)
-    judge = Judge(model, judges if any(t.token_T.numel() > 1 for t in judges) else learn)
+    apart = isinstance(held_out, Sequence)
+    learn, judges = (trajectories, held_out) if apart else split(trajectories, held_out, seed)
+    optimizer = adamw(heads) if optimizer is None else optimizer
+    fitting = _Fit(heads, model, Samples.of(learn), updates, batch_positions, lr, seed, loss, optimizer)
+    judge = Judge(model, judges if any(t.token_T.numel() > 1 for t in judges) else learn, reflex)
     accepted_before = judge.acceptance(heads, nodes, ranking=ranking)
     fitting.start(judge, checkpoint)
     note = fitting.run(judge, checkpoint, on_progress)
@@ -130,6 +140,11 @@ def fit(
     )
 
 
+def adamw(heads: FutureHeads) -> torch.optim.Optimizer:
+    """What heads are fitted with; each update sets its learning rate."""
+    return torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.98))
+
+
 class _Fit:
     """One fit's moving parts. A batch depends on (seed, update) only, so a fit can be taken up anywhere."""
 
@@ -142,6 +157,8 @@ class _Fit:
         batch_positions: int,
         lr: float,
         seed: int,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         if samples.hidden_PH.shape[1] != heads.hidden_size:
             raise ValueError(
@@ -154,7 +171,8 @@ class _Fit:
         self.batch = min(batch_positions, self.start_P.numel())
         self.readout = Readout.of(model, heads.vocabulary_V)
         self.vocabulary_V = None if heads.vocabulary_V is None else heads.vocabulary_V.cpu()
-        self.optimizer = torch.optim.AdamW(heads.parameters(), lr=lr, betas=(0.9, 0.98))
+        self.loss, self.optimizer = loss, optimizer
+        self.before = [parameter.detach().clone() for parameter in heads.parameters()]
         self.progress: Progress
 
     def identity(self) -> dict[str, int | float | str]:
@@ -168,6 +186,7 @@ class _Fit:
             "tokens": str(int((self.samples.token_P * torch.arange(1, self.samples.token_P.numel() + 1)).sum())),
             "draft_vocabulary": 0 if self.vocabulary_V is None else str(int(self.vocabulary_V.sum())),
             "heads": str(self.heads.config),
+            "loss": str(self.loss),
         }
 
     def start(self, judge: Judge, checkpoint: Path | None) -> None:
@@ -216,19 +235,19 @@ class _Fit:
         state_BKH = states(self.heads, self.model, self.samples, position_B, self._dropout(update))
         # One horizon's logits at a time: their gradients meet again at the states.
         leaf_BKH = state_BKH.detach().requires_grad_()
-        losses = []
+        kls = []
         for k in range(self.heads.horizons):
-            law = self.samples.law(ahead_BK[:, k], self.vocabulary_V)
-            kl_B, weight_B = kl_to(law, self.readout.logits(leaf_BKH[:, k]), exists_BK[:, k])
-            loss = (kl_B * weight_B).sum() / weight_B.sum().clamp(min=1.0)
+            logits_BV = self.readout.logits(leaf_BKH[:, k])
+            loss, kl = self.loss.of(self.samples, self.vocabulary_V, ahead_BK[:, k], exists_BK[:, k], logits_BV)
             loss.backward()
-            losses.append(loss.detach())
-        loss_K = torch.stack(losses)
+            kls.append(kl)
+        loss_K = torch.stack(kls)
         if not bool(loss_K.isfinite().all()):
             return loss_K
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * _schedule(update, self.updates)
         state_BKH.backward(leaf_BKH.grad)
+        self.loss.hold(self.heads.parameters(), self.before)
         torch.nn.utils.clip_grad_norm_(self.heads.parameters(), CLIP_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

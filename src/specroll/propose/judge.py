@@ -10,7 +10,7 @@ at work as in a rollout, but for the prompts, which samples do not hold.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from specroll.config import ReflexName
 from specroll.propose.heads import FutureHeads
 from specroll.propose.proposer import HeadsProposer, add_noise
 from specroll.propose.readout import Readout, embed
-from specroll.propose.samples import Law, Samples, slots
+from specroll.propose.samples import Law, Samples, drawn_law, slots
 from specroll.reflex import Recall
 from specroll.tree.grow import grow
 from specroll.types import Draft, Draws, Trajectory
@@ -33,6 +33,30 @@ KL_POSITIONS = 1024
 CHUNK_LOGITS = 1 << 22
 """Logits held at once."""
 SHARPNESSES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5)
+
+
+class Records(NamedTuple):
+    """Of P starts. `hit_PK`: whether the horizon's first candidate was drawn; `regret_PK`: the probability of as many
+    tokens as were looked at, chosen at best, less that of the heads' first ones; `trajectory_P` tells them apart."""
+
+    hit_PK: Tensor
+    regret_PK: Tensor
+    exists_PK: Tensor
+    trajectory_P: Tensor
+
+
+class _Seen(NamedTuple):
+    """A chunk of starts; `drawn_BK` is the draft slot that was drawn, -1 where there is none."""
+
+    position_B: Tensor
+    ahead_BK: Tensor
+    exists_BK: Tensor
+    drawn_BK: Tensor
+    logits_BKV: Tensor
+    noise_BKV: Tensor
+
+    def hit_BK(self, sharpness_K: Tensor) -> Tensor:
+        return add_noise(self.logits_BKV, self.noise_BKV, sharpness_K).argmax(-1) == self.drawn_BK
 
 
 class Judge:
@@ -49,17 +73,19 @@ class Judge:
         """`HitCalibrator.estimate_2PK` of the heads whose acceptance was asked for last."""
 
     @torch.no_grad()
-    def kl(self, heads: FutureHeads) -> Tensor:
+    def kl(self, heads: FutureHeads, *, drawn: bool = False) -> Tensor:
         """KL(target || head) per horizon over the draft vocabulary, in nats, float64 [K] on the CPU.
 
-        NaN where no position has that horizon.
+        With `drawn`, that of the drawn tokens instead of the laws: -log q. NaN where no position has that horizon.
         """
+        token_P, vocabulary_V = self.samples.token_P, _vocabulary(heads)
         total_K2 = torch.zeros(heads.horizons, 2, dtype=torch.float64)
         for position_B in _spread(self.start_P, KL_POSITIONS).split(_rows(heads)):
             logits_BKV = self._logits(heads, position_B)
             ahead_BK, exists_BK = self.samples.ahead(position_B, heads.horizons)
             for k in range(heads.horizons):
-                law = self.samples.law(ahead_BK[:, k], _vocabulary(heads))
+                ahead_B = ahead_BK[:, k]
+                law = drawn_law(token_P[ahead_B], vocabulary_V) if drawn else self.samples.law(ahead_B, vocabulary_V)
                 kl_B, weight_B = kl_to(law, logits_BKV[:, k], exists_BK[:, k])
                 total_K2[k] += torch.stack((kl_B.double() @ weight_B.double(), weight_B.double().sum())).cpu()
         return total_K2[:, 0] / total_K2[:, 1].where(total_K2[:, 1] > 0, torch.nan)
@@ -87,17 +113,41 @@ class Judge:
         all horizons, because a few thousand draws cannot tell them apart.
         """
         hits_X = torch.zeros(len(SHARPNESSES))
-        vocabulary_V = _vocabulary(heads)
+        for seen in self._seen(heads, self.start_P):
+            for x, sharpness in enumerate(SHARPNESSES):
+                hits_X[x] += seen.hit_BK(torch.full((heads.horizons,), sharpness)).sum()
+        return torch.full_like(heads.sharpness_K, SHARPNESSES[int(hits_X.argmax())])
+
+    @torch.no_grad()
+    def records(self, heads: FutureHeads, candidates: int = 4) -> Records:
+        """How each horizon fares at up to `KL_POSITIONS` starts, given that the path before it was right."""
+        parts: list[Records] = []
+        for seen in self._seen(heads, _spread(self.start_P, KL_POSITIONS)):
+            probability_BKC = self.samples.top_logp_PC[seen.ahead_BK].exp()
+            best_BKc = seen.logits_BKV.topk(min(candidates, seen.logits_BKV.shape[-1]), dim=-1).indices
+            token_BKc = best_BKc if heads.vocabulary_V is None else _vocabulary(heads).take(best_BKc)  # type: ignore[union-attr]
+            among_BKC = (self.samples.top_token_PC[seen.ahead_BK][..., None] == token_BKc[:, :, None]).any(-1)
+            reach_BK = probability_BKC.topk(min(candidates, probability_BKC.shape[-1]), dim=-1).values.sum(-1)
+            parts.append(
+                Records(
+                    seen.hit_BK(heads.sharpness_K.cpu()),
+                    reach_BK - (probability_BKC * among_BKC).sum(-1),
+                    seen.exists_BK,
+                    self.samples.first_P[seen.position_B],
+                )
+            )
+        return Records(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+    def _seen(self, heads: FutureHeads, position_P: Tensor) -> Iterator[_Seen]:
+        """The heads' corrected logits along the paths that were drawn, with the noise of the draws, by chunks."""
         proposer = HeadsProposer(heads, self.model, reflex=self.reflex)
-        for position_B, noise_BKV in self._ahead(heads):
+        for position_B, noise_BKV in self._ahead(heads, position_P):
             logits_BKV = self._logits(heads, position_B)
             ahead_BK, exists_BK = self.samples.ahead(position_B, heads.horizons)
             self._correct_(logits_BKV, proposer, position_B, ahead_BK)
-            slot_BK, inside_BK = slots(self.samples.token_P[ahead_BK], vocabulary_V)
-            for x, sharpness in enumerate(SHARPNESSES):
-                best_BK = add_noise(logits_BKV.cpu(), noise_BKV, torch.full((heads.horizons,), sharpness)).argmax(-1)
-                hits_X[x] += ((best_BK == slot_BK) & inside_BK & exists_BK).sum()
-        return torch.full_like(heads.sharpness_K, SHARPNESSES[int(hits_X.argmax())])
+            slot_BK, inside_BK = slots(self.samples.token_P[ahead_BK], _vocabulary(heads))
+            drawn_BK = slot_BK.where(inside_BK & exists_BK, -1)
+            yield _Seen(position_B, ahead_BK, exists_BK, drawn_BK, logits_BKV.cpu(), noise_BKV)
 
     def _correct_(self, logits_BKV: Tensor, proposer: HeadsProposer, position_B: Tensor, ahead_BK: Tensor) -> None:
         """What Reflex makes of the logits along the paths that were drawn, by the responses alone."""
@@ -138,7 +188,7 @@ class Judge:
     def _drafts(self, proposer: HeadsProposer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Chunks of positions, and the candidates and their scores there: [B], twice [B, K, C], on the CPU."""
         device = proposer.heads.first_BFI.device
-        for position_B, noise_BKV in self._ahead(proposer.heads):
+        for position_B, noise_BKV in self._ahead(proposer.heads, self.start_P):
             best = proposer.best(
                 self.samples.hidden_PH[position_B].to(device),
                 self.samples.token_P[position_B].to(device),
@@ -147,12 +197,12 @@ class Judge:
             )
             yield position_B, best.token_SKC.cpu(), best.score_SKC.cpu()
 
-    def _ahead(self, heads: FutureHeads) -> Iterator[tuple[Tensor, Tensor]]:
+    def _ahead(self, heads: FutureHeads, position_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Chunks of positions and the noise of the draws ahead: [B], [B, K, V]."""
         generator = torch.Generator().manual_seed(0)
         vocabulary_V = _vocabulary(heads)
         size = heads.vocab_size if vocabulary_V is None else vocabulary_V.numel()
-        for position_B in self.start_P.split(_rows(heads)):
+        for position_B in position_P.split(_rows(heads)):
             ahead_BK, _ = self.samples.ahead(position_B, heads.horizons)
             noise_K = [self._noise(ahead_B, vocabulary_V, size, generator) for ahead_B in ahead_BK.unbind(1)]
             yield position_B, torch.stack(noise_K, 1)

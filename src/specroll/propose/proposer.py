@@ -220,6 +220,10 @@ class HeadsProposer:
                 self.gate.observe(draft.trial_2S, verdict.draws.token_N[root_S])
         self._rounds += 1
 
+    def tally(self) -> list[list[float]]:
+        """Since it was asked last: by horizon, draws that were looked at, and how many its best candidate foresaw."""
+        return self.calibrator.tally()
+
     @property
     def _teaches(self) -> bool:
         """Whether this round's outcome is to be learned from."""

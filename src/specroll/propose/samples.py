@@ -97,6 +97,12 @@ def slots(token_N: Tensor, vocabulary_V: Tensor | None) -> tuple[Tensor, Tensor]
     return slot_N, vocabulary_V[slot_N] == token_N
 
 
+def drawn_law(token_N: Tensor, vocabulary_V: Tensor | None) -> Law:
+    """All probability on the drawn tokens; none where a token is not in the draft vocabulary."""
+    slot_N, inside_N = slots(token_N, vocabulary_V)
+    return Law(slot_N[:, None], inside_N[:, None].float())
+
+
 def split(trajectories: Sequence[Trajectory], held_out: float, seed: int) -> tuple[list[Trajectory], list[Trajectory]]:
     """To learn from, and to be judged by: whole trajectories, because neighbouring positions tell of each other.
 

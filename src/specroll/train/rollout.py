@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from specroll.config import BudgetConfig, EngineConfig
+from specroll.config import BudgetConfig, EngineConfig, SlowConfig
 from specroll.engine import Engine, Rollout
 from specroll.propose.heads import FutureHeads
 from specroll.propose.proposer import HeadsProposer
 from specroll.propose.store import load_heads, save_heads
-from specroll.train.learn import HeadsLearner
+from specroll.slow.path import SlowPath
 from specroll.train.terms import check_fit, sampling_of, tokenize, unwrapped
 from specroll.types import Completion, Request
 
@@ -47,13 +47,17 @@ class SpecRollout:
 
     Args:
         heads: "learn" starts untrained heads that learn from the first rollouts; a folder, or heads, uses those; None
-            decodes without speculation.
+            decodes without speculation. Heads that are given are taught in place (untrained ones at once).
         engine_config: how many responses run at once.
         budget: how many nodes a round may verify, and whether Reflex corrects what is proposed.
+        slow: whether heads that got worse for good are taught again, and how much time that may take. Off, heads that
+            begin untrained learn at first all the same, and given ones stay as they are.
 
-    The trainer's logs gain `specroll/tokens_per_second`, `specroll/tokens_per_round` and `specroll/acceptance`, where
-    heads propose `specroll/reflex_open` (1 while Reflex corrects them, 0 while its gate is shut), and where heads have
-    learned `specroll/learning_seconds`.
+    The trainer's logs gain `specroll/tokens_per_second`, `specroll/tokens_per_round` and `specroll/acceptance`; where
+    heads propose `specroll/reflex_open` (1 while Reflex corrects them, 0 while its gate is shut) and `specroll/alarm`
+    (1 while hardly anything that they propose is accepted, see `engine.alarm`); where heads have learned
+    `specroll/learning_seconds` and `specroll/heads_version`; and where they were watched those of
+    `SlowPath.measures` (docs/commands.md).
     """
 
     def __init__(
@@ -62,11 +66,13 @@ class SpecRollout:
         *,
         engine_config: EngineConfig = EngineConfig(),
         budget: BudgetConfig = BudgetConfig(),
+        slow: SlowConfig = SlowConfig(),
     ) -> None:
         self.heads_source = heads
-        self.engine_config, self.budget = engine_config, budget
+        self.engine_config, self.budget, self.slow = engine_config, budget, slow
         self.engine: Engine | None = None
-        self.learner: HeadsLearner | None = None
+        self.learner: SlowPath | None = None
+        """Teaches the heads; None where there are none, or none that may change."""
         self.seconds = 0.0
         """Wall time of all rollouts so far, without what the heads' learning took."""
         self.policy_version: dict[Mode, int] = {}
@@ -94,6 +100,8 @@ class SpecRollout:
             for ids, sample in zip(prompt_ids, samples, strict=True)
         ]
         started = time.perf_counter()
+        if self.learner is not None:
+            self.learner.alarmed = engine.alarm.raised
         records = mode == "train" and self.learner is not None and self.learner.wants_more
         record = self.learner.record if records and self.learner is not None else None
         rollout = engine.generate(requests, sampling, stop=stop, on_trajectory=record)
@@ -102,7 +110,9 @@ class SpecRollout:
         _log(rollout, trainer, mode)
         if isinstance(engine.proposer, HeadsProposer) and engine.proposer.reflex != "off":
             trainer._metrics[mode]["specroll/reflex_open"].append(float(engine.proposer.gate.open))
-        if records:
+        if engine.proposer is not None:
+            trainer._metrics[mode]["specroll/alarm"].append(float(engine.alarm.raised))
+        if mode == "train":
             self._learn(engine, rollout, trainer)
         return {
             "prompt_ids": prompt_ids,
@@ -142,15 +152,19 @@ class SpecRollout:
         source, causal, kept = self.heads_source, engine.target.causal, self._checkpoint
         if source is None:
             return
-        if source == "learn":
-            heads = FutureHeads.for_model(causal) if kept is None else load_heads(kept, causal)
-            self.learner = HeadsLearner(heads, causal)
-            if kept is not None:
-                self.learner.load(kept)
-            if not heads.trained:
-                return  # until they have learned something, decoding is plain and costs nothing more
+        learns = source == "learn" or self.slow.slow == "on"
+        if learns and kept is not None:
+            heads = load_heads(kept, causal)
+        elif source == "learn":
+            heads = FutureHeads.for_model(causal)
         else:
             heads = source if isinstance(source, FutureHeads) else load_heads(source, causal)
+        if learns:
+            self.learner = SlowPath(heads, causal, self.slow, reflex=self.budget.reflex)
+            if kept is not None:
+                self.learner.load(kept)
+        if source == "learn" and not heads.trained:
+            return  # until they have learned something, decoding is plain and costs nothing more
         engine.proposer = self._proposer(heads, engine)
 
     def _proposer(self, heads: FutureHeads, engine: Engine) -> HeadsProposer:
@@ -158,13 +172,18 @@ class SpecRollout:
         return HeadsProposer(heads, engine.target.causal, ranking=budget.ranking, reflex=budget.reflex)
 
     def _learn(self, engine: Engine, rollout: Rollout, trainer: GRPOTrainer) -> None:
-        """Between rollouts: a new proposer where heads have learned, as its worth and cost are to be found anew."""
-        if self.learner is None:
+        """Between rollouts. Where heads have learned for the first time, proposals' worth and cost are found anew."""
+        learner, proposer = self.learner, engine.proposer
+        if learner is None:
             return
-        before = self.learner.seconds
-        if self.learner.learn(rollout.seconds):
-            engine.proposer = self._proposer(self.learner.heads, engine)
-            trainer._metrics["train"]["specroll/learning_seconds"].append(self.learner.seconds - before)
+        tally = proposer.tally() if isinstance(proposer, HeadsProposer) else None
+        if learner.learn(rollout.seconds, rollout.recording_seconds, tally):
+            if learner.report is not None and learner.report.degraded and isinstance(proposer, HeadsProposer):
+                proposer.refresh()
+            else:
+                engine.proposer = self._proposer(learner.heads, engine)
+        for name, value in learner.measures.items():
+            trainer._metrics["train"][f"specroll/{name}"].append(value)
 
     def _samples(self, mode: Mode, trainer: GRPOTrainer, rows: int) -> list[int]:
         """Names of this call's samples. Each step counts its calls from 0, so a resumed run draws the same ones."""

@@ -2,7 +2,7 @@
 
     config.json    what was asked for           metrics.jsonl   one line per step
     checkpoints/   to resume from               summary.json    what came of it
-    adapter/       the trained LoRA adapter (`model/` when all weights were trained), and heads/ if some were learned
+    adapter/       the trained LoRA adapter (`model/` when all weights were trained), and heads/ if some have learned
 
 Knows the order of things; each is done elsewhere. An interrupted run goes on from its last checkpoint with the same
 samples.
@@ -24,7 +24,7 @@ from transformers import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig
 
-from specroll.config import BudgetConfig, EngineConfig, TrainConfig
+from specroll.config import BudgetConfig, EngineConfig, SlowConfig, TrainConfig
 from specroll.device import best, is_gpu, machine
 from specroll.model.load import load_model, native_dtype
 from specroll.propose.store import read_manifest, save_heads
@@ -122,6 +122,7 @@ def _prepare(config: TrainConfig, folder: RunFolder, console: Console, *, resume
         heads=None if config.heads == "none" else config.heads,
         engine_config=EngineConfig(),
         budget=BudgetConfig(max_nodes=config.max_nodes, rule=config.budget, reflex=config.reflex),
+        slow=SlowConfig(slow=config.slow, slow_share=config.slow_share),
     )
     trainer.remove_callback(PrinterCallback)
     console.print(
@@ -198,7 +199,7 @@ def _finish(run: _Run) -> Record:
     run.tokenizer.save_pretrained(target)
     wrote: dict[str, Any] = {"weights": target}
     learner, engine = run.trainer.rollout.learner, run.trainer.rollout.engine
-    if learner is not None and engine is not None and learner.heads.trained:
+    if learner is not None and engine is not None and learner.version:
         wrote["heads"] = save_heads(learner.heads, run.folder.path / "heads", engine.target.causal)
     steps = run.folder.metrics()
     return {

@@ -17,20 +17,21 @@ import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from specroll.config import BudgetConfig, EngineConfig
+from specroll.config import BudgetConfig, EngineConfig, SlowConfig
 from specroll.train.callback import HeadsInCheckpoints
 from specroll.train.rollout import Heads, Mode, SpecRollout
 from specroll.train.terms import sampling_of, unwrapped
 
 
 class SpecRollGRPOTrainer(GRPOTrainer):
-    """`trl.GRPOTrainer` whose responses come from specroll's engine; all of its arguments, and three more.
+    """`trl.GRPOTrainer` whose responses come from specroll's engine; all of its arguments, and four more.
 
     Args:
         heads: "learn" (default) starts untrained heads that learn from the first rollouts and are kept in the
             checkpoints; a folder of fitted heads, or heads, uses those; None decodes without speculation.
         engine_config: how many responses run at once.
         budget: how many nodes a round may verify, and whether Reflex corrects what is proposed.
+        slow: whether heads that got worse for good are taught again, and how much time that may take.
 
     Beside those of `SpecRollout`, the logs gain `specroll/generation_share` (of `step_time`), and
     `specroll/logp_gap_mean` and `specroll/logp_gap_max`: |log p(rollout) - log p(trainer)| over completion tokens,
@@ -43,11 +44,12 @@ class SpecRollGRPOTrainer(GRPOTrainer):
         heads: Heads = "learn",
         engine_config: EngineConfig = EngineConfig(),
         budget: BudgetConfig = BudgetConfig(),
+        slow: SlowConfig = SlowConfig(),
         **kwargs: Any,
     ) -> None:
         if kwargs.pop("rollout_func", None) is not None:
             raise ValueError("this trainer brings its own rollout_func; pass yours to trl.GRPOTrainer instead")
-        self.rollout = SpecRollout(heads, engine_config=engine_config, budget=budget)
+        self.rollout = SpecRollout(heads, engine_config=engine_config, budget=budget, slow=slow)
         self._sampled: tuple[Tensor, Tensor] | None = None
         self._generation_seconds = 0.0
         self._gap_totals: dict[str, tuple[float, float]] = {}

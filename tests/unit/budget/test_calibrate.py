@@ -199,3 +199,14 @@ def test_state_survives_a_round_trip_and_damage_is_refused() -> None:
         HitCalibrator(2).load_state_dict(calibrator.state_dict())
     with pytest.raises(ValueError, match="no usable beta_PK"):
         other.load_state_dict({**calibrator.state_dict(), "beta_PK": torch.full((2, 3), float("nan"))})
+
+
+def test_draws_of_the_best_candidate_are_counted_until_asked_for() -> None:
+    calibrator = HitCalibrator(2)
+    score_NC = torch.tensor([[2.0, 1.0], [2.0, 1.0], [2.0, 1.0], [2.0, 1.0], [2.0, 1.0]])
+    match_NC = torch.tensor([[1, 0], [0, 1], [0, 0], [1, 0], [1, 0]]).bool()
+    place_N = torch.tensor([0, 0, 1, 1, 2])  # the last is aside from the best path
+    calibrator.update(score_NC, match_NC, place_N, torch.tensor([True, True, True, True, True]))
+    calibrator.update(score_NC, match_NC, place_N, torch.tensor([True, False, False, False, False]))
+    assert calibrator.tally() == [[3.0, 2.0], [2.0, 1.0]]
+    assert calibrator.tally() == [[0.0, 0.0], [0.0, 0.0]]

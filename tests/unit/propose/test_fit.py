@@ -13,6 +13,7 @@ from specroll.config import HeadsConfig, HeadsSee
 from specroll.propose.fit import FitProgress, FitReport, fit
 from specroll.propose.heads import FutureHeads
 from specroll.propose.judge import Judge
+from specroll.propose.loss import Loss
 from specroll.propose.proposer import HeadsProposer, add_noise
 from specroll.propose.samples import Samples
 from specroll.types import Trajectory
@@ -106,7 +107,8 @@ def test_only_the_heads_move(model: LlamaForCausalLM) -> None:
 
 def test_each_pass_shows_every_position_once_in_a_new_order(model: LlamaForCausalLM) -> None:
     samples = Samples.of(world(3))
-    fitting = fit_module._Fit(heads_of(model), model, samples, updates=6, batch_positions=29, lr=1e-3, seed=5)
+    heads = heads_of(model)
+    fitting = fit_module._Fit(heads, model, samples, 6, 29, 1e-3, 5, Loss(), fit_module.adamw(heads))
     passes = [torch.cat([fitting._batch(update) for update in range(first, first + 3)]) for first in (0, 3)]
     assert all(torch.equal(seen.sort().values, samples.starts()) for seen in passes)
     assert not torch.equal(*passes)
@@ -223,7 +225,7 @@ def test_heads_that_know_only_a_mean_of_laws_are_sharpened(
     logits_PV = torch.nn.functional.pad((mean_PV / (others + 1)).clamp(min=1e-9).log(), (0, 2), value=-30.0)
 
     def drafts(self: Judge, proposer: HeadsProposer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for at_B, noise_BKV in self._ahead(proposer.heads):
+        for at_B, noise_BKV in self._ahead(proposer.heads, self.start_P):
             best = add_noise(self._logits(proposer.heads, at_B), noise_BKV, proposer.heads.sharpness_K).topk(12)
             yield at_B, best.indices, best.values
 
@@ -235,3 +237,53 @@ def test_heads_that_know_only_a_mean_of_laws_are_sharpened(
         before = judge.acceptance(heads, (4,))
         heads.sharpness_K = chosen
         assert judge.acceptance(heads, (4,))[4] > before[4]
+
+
+def test_the_loss_pulls_towards_drawn_tokens_and_the_weights_before(model: LlamaForCausalLM) -> None:
+    judge = Judge(model, world(seed=5))
+
+    def lied(trajectory: Trajectory) -> Trajectory:  # laws that say nothing: only the drawn tokens can teach
+        even_TC = torch.full_like(trajectory.top_logp_TC, 1 / 12).log()
+        return Trajectory(trajectory.hidden_TH, trajectory.token_T, trajectory.top_token_TC, even_TC)
+
+    likelihood, moved = {}, {}
+    for name, loss in (("laws", Loss()), ("tokens", Loss(token=4.0)), ("held", Loss(token=4.0, proximal=1.0))):
+        heads = heads_of(model)
+        before = [parameter.detach().clone() for parameter in heads.parameters()]
+        taught = [lied(t) for t in world()]
+        fit(heads, model, taught, updates=40, batch_positions=128, lr=5e-3, loss=loss, held_out=world(seed=5))
+        likelihood[name] = -float(judge.kl(heads, drawn=True)[0])
+        moved[name] = sum(
+            float((p.detach() - b).square().sum()) for p, b in zip(heads.parameters(), before, strict=True)
+        )
+    assert likelihood["tokens"] > likelihood["laws"] + 0.3
+    assert 0 < moved["held"] < 0.5 * moved["tokens"]
+
+
+def test_chosen_responses_judge_and_an_optimiser_goes_on(model: LlamaForCausalLM) -> None:
+    heads, others = heads_of(model), world(seed=5)
+    optimizer = fit_module.adamw(heads)
+    report = run(model, heads, updates=5, held_out=others, optimizer=optimizer)
+    assert report.held_out_trajectories == 40 and report.positions == 40 * 29
+    torch.testing.assert_close(
+        Judge(model, others).kl(heads), torch.tensor(report.kl_after_K, dtype=torch.float64), rtol=0, atol=1e-6
+    )
+    run(model, heads, updates=5, held_out=others, optimizer=optimizer)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {10.0}
+
+
+def test_records_tell_hits_and_regret_of_each_horizon(model: LlamaForCausalLM) -> None:
+    heads, judge = heads_of(model), Judge(model, world(seed=5), reflex="off")
+    before = judge.records(heads)
+    run(model, heads)
+    after = judge.records(heads)
+    for records in (before, after):
+        assert records.hit_PK.shape == records.regret_PK.shape == records.exists_PK.shape == (1024, 2)
+        assert records.trajectory_P.unique().numel() == 40
+        exists_P = records.exists_PK[:, 1]
+        assert bool((records.regret_PK[exists_P] > -1e-6).all()) and not bool(records.hit_PK[~exists_P, 1].any())
+    exists_P = after.exists_PK[:, 1]
+    assert bool((after.hit_PK[exists_P].float().mean(0) > before.hit_PK[exists_P].float().mean(0) + 0.2).all())
+    assert bool((after.regret_PK[exists_P].mean(0) < 0.1).all())
+    # Four of twelve equally unlikely tokens, and the likely one among them or not.
+    assert bool((before.regret_PK[exists_P].mean(0) > 0.3).all())

@@ -11,7 +11,7 @@ from datasets import Dataset
 from rich.console import Console
 from safetensors.torch import load_file
 
-from specroll.config import BudgetConfig, TrainConfig
+from specroll.config import BudgetConfig, SlowConfig, TrainConfig
 from specroll.propose.store import HeadsFileError
 from specroll.report.records import RunFolder
 from specroll.train.callback import StepRecords
@@ -69,7 +69,7 @@ def test_an_interrupted_run_ends_like_one_that_was_not(
 
 
 def test_a_demo_measures_what_it_shows(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specroll.train.learn.FIRST", 4)
+    monkeypatch.setattr("specroll.slow.cold.FIRST", 4)
     monkeypatch.setattr("specroll.train.run.HELD_OUT_PROMPTS", 4)
     summary = quietly(config(model, tmp_path / "demo", steps=2, demo=True))
     assert 0 <= summary["reward_before"] <= 1
@@ -80,14 +80,16 @@ def test_a_demo_measures_what_it_shows(model: str, tmp_path: Path, monkeypatch: 
     assert RunFolder(tmp_path / "demo").summary()["reward_after"] == summary["reward_after"]
 
 
-def test_the_budget_of_a_run_is_the_one_asked_for(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_and_slow_path_of_a_run_are_those_asked_for(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stop(**settings: Any) -> None:
-        raise InterruptedError(settings["budget"])
+        raise InterruptedError(settings["budget"], settings["slow"])
 
     monkeypatch.setattr("specroll.train.run.SpecRollGRPOTrainer", stop)
     with pytest.raises(InterruptedError) as asked:
-        quietly(config(model, tmp_path / "paper", budget="paper", max_nodes=5))
-    assert asked.value.args == (BudgetConfig(max_nodes=5, rule="paper"),)
+        quietly(config(model, tmp_path / "paper", budget="paper", max_nodes=5, slow="off", slow_share=0.1))
+    assert asked.value.args == (BudgetConfig(max_nodes=5, rule="paper"), SlowConfig(slow="off", slow_share=0.1))
 
 
 def test_a_resumed_run_keeps_its_options(tmp_path: Path) -> None:
@@ -131,6 +133,8 @@ def test_heads_that_are_not_there_leave_no_run_behind(model: str, tmp_path: Path
         ({"micro_batch": 5}, "micro_batch must divide the 16"),
         ({"temperature": 0.0}, "temperature"),
         ({"lora_rank": -1}, "lora_rank"),
+        ({"slow": "sometimes"}, "slow is one of on, off"),
+        ({"slow_share": 0.0}, "slow_share"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], named: str) -> None:

@@ -11,8 +11,11 @@ from grpo import PROMPTS, SPECULATE, NotingPlainTrainer, grpo_args, grpo_trainer
 from peft import LoraConfig
 from trl import GRPOTrainer
 
-from specroll.config import BudgetConfig, EngineConfig
-from specroll.train import learn
+from specroll.config import BudgetConfig, EngineConfig, SlowConfig
+from specroll.slow import cadence, cold, path
+from specroll.slow.cadence import Cadence
+from specroll.slow.consolidate import consolidate
+from specroll.slow.drift import DriftMonitor
 from specroll.train.rollout import SAVED_HEADS, SpecRollout
 from specroll.train.trainer import SpecRollGRPOTrainer
 from tiny import PAD, tiny, tiny_tokenizer
@@ -177,7 +180,7 @@ def test_mixed_precision_samples_from_the_trainers_own_numerics(tmp_path: Path) 
 
 
 def test_a_resumed_training_goes_on_as_if_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learn, "FIRST", 8)
+    monkeypatch.setattr(cold, "FIRST", 8)
     learning = {**settings("learn"), "peft_config": LORA}
     whole = grpo_trainer(tmp_path, trainer_settings=learning, max_steps=4, save_strategy="steps", save_steps=2)
     whole.train()
@@ -187,7 +190,7 @@ def test_a_resumed_training_goes_on_as_if_never_stopped(tmp_path: Path, monkeypa
     resumed = grpo_trainer(tmp_path / "again", trainer_settings=learning, max_steps=4)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert resumed.notes.completions == whole.notes.completions[16:]
-    assert resumed.rollout.learner.completions == 32
+    assert resumed.rollout.learner.cold.completions == 32
     assert resumed.rollout.engine.proposer is not None
     for expected, found in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
@@ -249,3 +252,62 @@ def test_our_trainer_does_not_frighten(tmp_path: Path) -> None:
         )
     assert issubclass(SpecRollGRPOTrainer, GRPOTrainer)
     assert tiny_tokenizer().pad_token_id == PAD
+
+
+def watch_at_once(monkeypatch: pytest.MonkeyPatch, degraded: bool) -> None:
+    """Every rollout is recorded and makes a window; heads have got worse, or not."""
+    monkeypatch.setattr(cadence, "GUESSED_RECORDING", 0.0)
+    monkeypatch.setattr(cadence, "EVERY", 1)
+    monkeypatch.setattr(cadence, "LEAST_UPDATES", 1)
+    monkeypatch.setattr(path, "WINDOW", 8)
+    monkeypatch.setattr(DriftMonitor, "degraded_K", property(lambda self: [degraded] * self.horizons))
+    monkeypatch.setattr(Cadence, "may_record", lambda self, urgent, update_seconds: True)
+    monkeypatch.setattr(Cadence, "updates", lambda self, seconds: 4)
+    monkeypatch.setattr(path, "TAUGHT", 1)
+
+
+def test_heads_that_are_given_are_watched_taught_and_kept_in_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch_at_once(monkeypatch, degraded=True)
+    monkeypatch.setattr(path, "consolidate", lambda *args, **given: (True, consolidate(*args, **given)[1]))
+    plain = grpo_trainer(tmp_path / "plain", trainer_settings=settings(None), max_steps=4)
+    plain.train()
+    trainer = grpo_trainer(tmp_path, trainer_settings=settings(), max_steps=4, save_strategy="steps", save_steps=4)
+    trainer.train()
+    assert trainer.notes.completions == plain.notes.completions
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    for key in ("drift_score", "regret", "triggers", "slow_share"):
+        assert all(f"specroll/{key}" in log for log in logs), key
+    learner = trainer.rollout.learner
+    assert learner.triggers == logs[-1]["specroll/triggers"] == 3  # the first rollout only teaches the next ones
+    assert [log["specroll/refresh_kept"] for log in logs[1:]] == [1.0] * 3
+    assert [log["specroll/heads_version"] for log in logs[1:]] == [1.0, 2.0, 3.0]
+    assert trainer.rollout.engine.proposer.version >= learner.version == 3
+    assert all(log["specroll/learning_seconds"] > 0 for log in logs[1:])
+    resumed = SpecRollout(some_heads(), budget=BudgetConfig(**SPECULATE))
+    resumed.restore(tmp_path / "checkpoint-4")
+    resumed.engine_of(trainer)
+    assert resumed.learner is not None and resumed.learner.triggers == resumed.learner.version == 3
+    assert resumed.learner.reservoir.positions > 0
+
+
+def test_heads_that_stay_as_good_are_watched_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch_at_once(monkeypatch, degraded=False)
+    heads = some_heads()
+    trainer = grpo_trainer(tmp_path, trainer_settings=settings(heads))
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    assert all("specroll/regret" in log and "specroll/refresh_kept" not in log for log in logs)
+    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), some_heads().parameters(), strict=True))
+
+
+def test_the_slow_path_switched_off_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch_at_once(monkeypatch, degraded=True)
+    trainer = grpo_trainer(
+        tmp_path, trainer_settings=settings(slow=SlowConfig(slow="off")), save_strategy="steps", save_steps=2
+    )
+    trainer.train()
+    assert trainer.rollout.learner is None
+    assert not (tmp_path / "checkpoint-2" / SAVED_HEADS).exists()
+    assert not any("specroll/drift_score" in log for log in trainer.state.log_history)

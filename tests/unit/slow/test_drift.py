@@ -1,0 +1,189 @@
+"""The drift monitor on synthetic records: it must see what lasts, and hardly ever what does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from specroll.slow.drift import BASELINE, MOST_BASELINE, SUSTAINED, THRESHOLD, DriftMonitor, Window
+
+HITS = torch.tensor([0.54, 0.45, 0.4, 0.35])
+REGRET = torch.tensor([0.08, 0.15, 0.2, 0.25])
+SIBLINGS, LENGTH = 8, 32
+
+
+def windows(seed: int, worse: Tensor | float = 0.0, prompts: int = 4) -> Iterator[Window]:
+    """Records of groups of responses to a few prompts, each prompt and response of its own difficulty; hits are lower
+    and regret is higher by `worse`."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = prompts * SIBLINGS * LENGTH
+    while True:
+        harder_P1 = 0.05 * torch.randn(prompts, 1, generator=generator).repeat_interleave(SIBLINGS * LENGTH, 0)
+        harder_P1 += 0.03 * torch.randn(prompts * SIBLINGS, 1, generator=generator).repeat_interleave(LENGTH, 0)
+        hit_PK = torch.rand(positions, 4, generator=generator) < (HITS - worse - harder_P1).clamp(0, 1)
+        spread_PK = 2 * torch.rand(positions, 4, generator=generator)
+        regret_PK = (REGRET + worse + harder_P1 / 2).clamp(0, 1) * spread_PK
+        yield Window.of(
+            hit_PK, regret_PK, torch.ones(positions, 4, dtype=torch.bool), torch.arange(positions) // LENGTH
+        )
+
+
+def watched(monitor: DriftMonitor, many: Iterable[Window], count: int) -> list[list[bool]]:
+    degraded = []
+    for _, window in zip(range(count), many, strict=False):
+        monitor.observe(window)
+        degraded.append(monitor.degraded_K)
+    return degraded
+
+
+def settled(seed: int = 0, more: int = 0) -> DriftMonitor:
+    monitor = DriftMonitor(4)
+    watched(monitor, windows(seed), BASELINE + more)
+    return monitor
+
+
+def test_lasting_degradation_is_noticed_within_the_stated_windows() -> None:
+    """After `SUSTAINED` windows in nine of ten runs, whatever the baseline; a few more where a prompt was very easy."""
+    took = []
+    for seed in range(40):
+        degraded = watched(settled(seed, more=seed % 12), windows(1000 + seed, worse=0.15), 12)
+        took.append(next((i + 1 for i, now in enumerate(degraded) if any(now)), 99))
+    assert sorted(took)[35] == SUSTAINED and max(took) <= 12, took
+
+
+def test_noise_triggers_less_than_once_in_a_thousand_windows() -> None:
+    triggers = seen = 0
+    for seed in range(100):
+        monitor = settled(5000 + seed)
+        for _, window in zip(range(34), windows(9000 + seed), strict=False):
+            monitor.observe(window)
+            seen += 1
+            if any(monitor.degraded_K):
+                triggers += 1
+                monitor.forgive()
+    assert seen == 3400 and 1000 * triggers / seen < 1.0, triggers
+
+
+def test_only_the_head_that_got_worse_is_named() -> None:
+    degraded = watched(settled(), windows(100, worse=torch.tensor([0.0, 0.25, 0.0, 0.0])), SUSTAINED)
+    assert degraded[-1] == [False, True, False, False]
+
+
+def test_what_passes_by_is_suspected_and_no_trigger() -> None:
+    monitor = settled()
+    for _, window in zip(range(SUSTAINED - 1), windows(50, worse=0.3), strict=False):
+        monitor.observe(window)
+        assert monitor.suspects and max(monitor.score_K) > THRESHOLD and not any(monitor.degraded_K)
+    assert not any(map(any, watched(monitor, windows(80), SUSTAINED)))
+    assert not monitor.suspects
+
+
+def test_a_bad_baseline_window_hides_nothing() -> None:
+    monitor = DriftMonitor(4)
+    watched(monitor, windows(0), 2)
+    watched(monitor, windows(1, worse=0.4), 1)
+    watched(monitor, windows(2), BASELINE - 3)
+    assert any(watched(monitor, windows(3, worse=0.2), SUSTAINED)[-1])
+
+
+def test_getting_better_is_no_trigger_and_the_new_baseline() -> None:
+    monitor = settled()
+    assert not any(map(any, watched(monitor, windows(50, worse=-0.2), SUSTAINED + BASELINE)))
+    assert any(watched(monitor, windows(60), SUSTAINED)[-1])  # as bad as at first is worse than it has become
+
+
+def test_what_was_forgiven_must_last_anew_against_the_same_baseline() -> None:
+    monitor = settled()
+    worse = windows(50, worse=0.2)
+    assert any(watched(monitor, worse, SUSTAINED)[-1])
+    monitor.forgive()
+    assert monitor.score_K == [0.0] * 4 and not monitor.suspects
+    degraded = watched(monitor, worse, SUSTAINED)
+    assert not any(map(any, degraded[:-1])) and any(degraded[-1])
+
+
+def test_a_baseline_does_not_follow_a_slow_decline_for_ever() -> None:
+    monitor = settled()
+    triggered = False
+    for step in range(4 * MOST_BASELINE):
+        monitor.observe(next(windows(200 + step, worse=0.004 * step)))
+        triggered = triggered or any(monitor.degraded_K)
+    assert triggered
+
+
+def test_responses_are_the_units_of_a_windows_error() -> None:
+    """All positions of a response alike: as many positions as one likes tell no more than the responses."""
+    hit_PK = torch.tensor([1.0, 0.0, 1.0, 0.0]).repeat_interleave(100)[:, None]
+    window = Window.of(hit_PK, hit_PK, torch.ones(400, 1, dtype=torch.bool), torch.arange(400) // 100 + 7)
+    assert window.hits == (0.5,)
+    assert window.hits_error == pytest.approx((0.5 / 3**0.5,))
+
+
+def test_horizons_without_a_position_and_numbers_that_are_not_finite_are_left_out() -> None:
+    exists_PK = torch.tensor([[True, False]] * 4)
+    regret_PK = torch.tensor([[0.1, 0.1], [torch.nan, 0.1], [torch.inf, 0.1], [0.3, 0.1]])
+    window = Window.of(torch.zeros(4, 2, dtype=torch.bool), regret_PK, exists_PK, torch.arange(4))
+    assert window.regret[0] == pytest.approx(0.2) and window.regret[1] != window.regret[1]
+    monitor = DriftMonitor(2)
+    watched(monitor, iter([window] * 99), BASELINE + SUSTAINED)
+    assert monitor.degraded_K == [False, False]
+    json.dumps(monitor.state(), allow_nan=False)
+    monitor.restore(json.loads(json.dumps(monitor.state())))
+    assert monitor.score_K == [0.0, 0.0]
+
+
+def test_a_restored_monitor_goes_on_as_the_saved_one() -> None:
+    first, second = settled(more=3), DriftMonitor(4)
+    worse = windows(50, worse=0.2)
+    watched(first, worse, SUSTAINED - 1)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert second.score_K == first.score_K and second.suspects and first.suspects
+    last = next(worse)
+    for monitor in (first, second):
+        monitor.observe(last)
+    assert any(first.degraded_K) and second.degraded_K == first.degraded_K
+
+
+@pytest.mark.parametrize("state", [{}, {"baseline": 3, "recent": []}, {"baseline": [[[1.0]] * 4], "recent": []}])
+def test_a_damaged_state_is_refused(state: dict) -> None:
+    with pytest.raises(ValueError, match="drift monitor's state is"):
+        DriftMonitor(4).restore(state)
+
+
+def counts(seed: int, draws: int, worse: float = 0.0) -> Iterator[Window]:
+    """Windows of counted hits alone, each of rollouts that are a little easier or harder."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        share_K = HITS - worse + 0.02 * torch.randn(1, generator=generator)
+        draws_K = draws * torch.tensor([1.0, 0.5, 0.25, 0.12])
+        yield Window.counted(draws_K.tolist(), torch.binomial(draws_K.round(), share_K, generator=generator).tolist())
+
+
+def test_hits_alone_tell_of_a_change_and_not_of_chance() -> None:
+    noticed = triggers = 0
+    for seed in range(40):
+        monitor = DriftMonitor(4)
+        for now in watched(monitor, counts(seed, 600), BASELINE + 34):
+            if any(now):
+                triggers += 1
+                monitor.forgive()
+        monitor.forgive()
+        noticed += any(watched(monitor, counts(5000 + seed, 600, worse=0.2), SUSTAINED)[-1])
+    assert noticed >= 38 and triggers <= 1, (noticed, triggers)
+
+
+def test_a_window_without_hits_or_without_regret_says_nothing_of_them() -> None:
+    monitor = settled()
+    nothing = Window.counted([0.0] * 4, [0.0] * 4)
+    monitor.observe(nothing)
+    assert monitor.score_K == [0.0] * 4
+    monitor.observe(next(windows(60, worse=0.3)).with_hits(nothing))
+    assert monitor.suspects, "regret alone is enough"
+    few = DriftMonitor(4)
+    watched(few, counts(1, 600), BASELINE)
+    few.observe(next(windows(60, worse=0.3)).with_hits(next(counts(2, 600))))
+    assert not few.suspects, "there is no regret to compare with yet"
