@@ -31,9 +31,7 @@ CHANCE, LEAST = 8.0, 2
 NOTHING, EMPTY_ROUNDS = 1e-5, 2
 """The best node of a round promises less, so many times in a row."""
 MEMORY = 4000.0
-"""Sequence-rounds after which a promise counts 1/e .."""
-FIRST, FIRST_WEIGHT = 8, 16.0
-"""But so many first ones count so much more: promises soon follow what came of them."""
+"""Sequence-rounds after which a promise counts 1/e."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +44,6 @@ class Alarm:
         self.cause: str | None = None
         self._evidence = 0.0
         self._promises: list[tuple[float, float]] = []  # by a node's rank per sequence: faded sum and weight
-        self._turns = 0  # sequence-rounds
         self._promised, self._accepted = 0.0, 0  # since the proposer began, until it was judged
         self._judged = False
         self._empty = 0
@@ -73,15 +70,13 @@ class Alarm:
             self._raise(self._likely(policy_version))
 
     def _remember(self, running: int, gain: Sequence[float]) -> None:
-        weight = FIRST_WEIGHT if self._turns < FIRST else 1.0
         keep = math.exp(-running / MEMORY)
         ranks = -(-len(gain) // running)
         self._promises += [(0.0, 0.0)] * (ranks - len(self._promises))
         for rank in range(ranks):
             part = gain[rank * running : (rank + 1) * running]
             total, known = self._promises[rank]
-            self._promises[rank] = total * keep + weight * sum(part), known * keep + weight * len(part)
-        self._turns += running
+            self._promises[rank] = total * keep + sum(part), known * keep + len(part)
 
     def _worth(self, running: int, proposed: int) -> float:
         """What so many nodes promise by the long memory."""

@@ -99,6 +99,13 @@ def test_it_is_said_once_and_taken_back(caplog: pytest.LogCaptureFixture) -> Non
     assert alarm.raised and len(caplog.records) == 3, "a new collapse is said anew"
 
 
+def test_scores_that_are_not_finite_again_are_the_same_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = Alarm()
+    for best in (1e-6, 1e-6, 0.5, 1e-6, 1e-6):
+        alarm.observe(1, [best], 0, 0, 0)
+    assert alarm.raised and len(caplog.records) == 1
+
+
 def test_rounds_that_verify_nothing_are_no_evidence() -> None:
     alarm = Alarm()
     for _ in range(1000):
