@@ -8,8 +8,13 @@ import random
 from collections.abc import Callable
 
 import pytest
+from replay import Replay
 
+from specroll.config import BudgetConfig
+from specroll.engine import Engine
 from specroll.engine.alarm import EMPTY_ROUNDS, Alarm
+from specroll.types import Request, SamplingParams
+from tiny import VOCAB_SIZE, tiny
 
 Kept = Callable[[float], float]
 
@@ -112,3 +117,34 @@ def test_rounds_that_verify_nothing_are_no_evidence() -> None:
         alarm.observe(4, gains(4), 0, 0, 0)
     assert not alarm.raised
     assert math.isclose(alarm._worth(4, 6), 4 * 0.55 + 2 * 0.275)
+
+
+class Known(Replay):
+    fitted = True
+
+
+def test_an_engine_raises_it_for_the_proposer_that_collapsed_and_its_tokens_stay() -> None:
+    requests = [Request(prompt_ids=(3 + i, 5), sample=i, max_new_tokens=60) for i in range(4)]
+    sampling = SamplingParams(seed=1)
+    engine = Engine(tiny("llama"), eos_ids=(), budget=BudgetConfig(fixed_nodes=4))
+    plain = [c.token_ids for c in engine.generate(requests, sampling).completions]
+    known, prompts = dict(enumerate(plain)), dict.fromkeys(range(4), 2)
+
+    def rollout(wrong_after: int | None) -> None:
+        assert isinstance(engine.proposer, Known)
+        engine.proposer.wrong_after = {} if wrong_after is None else dict.fromkeys(range(4), wrong_after)
+        assert [c.token_ids for c in engine.generate(requests, sampling).completions] == plain
+
+    engine.proposer = Known(known, prompts, vocab_size=VOCAB_SIZE, rank=0)
+    rollout(None)
+    assert not engine.alarm.raised
+    engine.policy_version = 5
+    rollout(0)
+    assert engine.alarm.raised and engine.alarm.cause is not None and "5 versions" in engine.alarm.cause
+    rollout(None)
+    assert not engine.alarm.raised
+    rollout(10)
+    assert engine.alarm.raised
+    engine.proposer = Known(known, prompts, vocab_size=VOCAB_SIZE, rank=0)
+    rollout(None)
+    assert not engine.alarm.raised, "another proposer begins anew"

@@ -338,6 +338,24 @@ def test_hits_that_are_counted_in_rollouts_cost_nothing_and_call_for_a_look(slow
     assert sum(changed) == 1 and slow.report is not None and slow.report.kept
 
 
+def test_counted_hits_are_saved_as_well(model: LlamaForCausalLM, slow: SlowPath, tmp_path: Path) -> None:
+    slow.learn(LONG, tally=tally(0.8))
+    assert "drift_score" not in slow.measures, "half a window"
+    slow.save(tmp_path)
+    again = SlowPath(copy.deepcopy(slow.heads), model, reflex="off")
+    again.load(tmp_path)
+    again.learn(LONG, tally=tally(0.8))
+    assert "drift_score" in again.measures
+    assert again.monitor.state()["baseline"][0][0] == pytest.approx([0.8, 0.8])
+
+
+def test_a_refresh_waits_for_enough_to_learn_from(slow: SlowPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle(slow)
+    monkeypatch.setattr(path, "TAUGHT", 10**6)
+    go(slow, 4 * SUSTAINED, first=500, chain=1)
+    assert any(slow.monitor.degraded_K) and slow.triggers == 0
+
+
 def test_an_alarm_calls_for_a_look(slow: SlowPath) -> None:
     settle(slow)
     go(slow, 1, chain=0)
