@@ -70,6 +70,8 @@ def check_writable(path: Path | None) -> None:
     """Make the folder and try the file, before hours go into what is to be written there. Raises OSError."""
     if path is None:
         return
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file in it")
     new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()

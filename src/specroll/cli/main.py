@@ -22,6 +22,7 @@ from specroll.cli.options import UsageError, parse, suggestion
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("specroll.cli.train", "Train with GRPO on speculative rollouts; --demo shows what they gain"),
     "generate": ("specroll.cli.generate", "Sample from a model, with speculation if heads are given"),
+    "report": ("specroll.cli.report", "Draw a training run, finished or not, over its steps"),
     "check": ("specroll.cli.check", "Prove on your model that speculation changes no token"),
     "heads fit": ("specroll.cli.heads", "Fit future-token heads to a model's own samples"),
     "profile": ("specroll.cli.profile", "Show where a round's time goes, and what further rows of a pass cost"),

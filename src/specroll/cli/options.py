@@ -97,6 +97,7 @@ def _add(group: Any, item: Field[Any], hint: Any, docs: dict[str, str]) -> None:
     else:
         settings |= _reader(hint)
     if item.metadata.get("positional"):
+        settings["metavar"] = item.name.upper()
         if default is not MISSING:
             settings.setdefault("nargs", "?")
         group.add_argument(item.name, **settings)

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specroll.files import write_atomic
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
+"""Of the files that can be drawn into."""
 
 
 def draw_lines(path: Path, lines: Mapping[str, Sequence[tuple[float, float]]], *, x_label: str, y_label: str) -> None:
@@ -24,6 +31,11 @@ def draw_lines(path: Path, lines: Mapping[str, Sequence[tuple[float, float]]], *
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.legend(fontsize="small")
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure, whole or not at all, in the format that the file's suffix says."""
     payload = BytesIO()
-    figure.savefig(payload, format=path.suffix.removeprefix("."), dpi=150)
+    figure.savefig(payload, format=path.suffix.removeprefix(".").lower(), dpi=150)
     write_atomic(path, payload.getvalue())

@@ -55,7 +55,7 @@ class RunFolder:
             left = self.config()
         except ValueError:
             return False
-        return isinstance(left, dict) and left.keys() == config.keys()
+        return left.keys() == config.keys()
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one training step."""
@@ -74,27 +74,42 @@ class RunFolder:
         return _read_json(self.summary_path)
 
     def metrics(self) -> list[Record]:
-        """One record per training step, in order. Of a step that a resumed run did twice, the later one counts."""
-        by_step = {record["step"]: record for record in read_jsonl(self.metrics_path)}
+        """One record per training step, in order. Of a step that a resumed run did twice, the later one counts.
+
+        Raises `ValueError`, with file and line number, for a line that is broken or of no step.
+        """
+        by_step: dict[int, Record] = {}
+        for number, record in _lines(self.metrics_path):
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise ValueError(
+                    f"{self.metrics_path}, line {number}: no record of a step; remove the line to read the rest"
+                )
+            by_step[record["step"]] = record
         return [by_step[step] for step in sorted(by_step)]
 
 
 def read_jsonl(path: Path) -> list[Record]:
     """All records of a JSON Lines file.
 
-    A torn last line, which an interruption leaves, is left out with a warning. A broken line elsewhere is a
-    `ValueError` with file and line number.
+    A torn last line, which an interruption leaves or a run is writing, is left out with a warning. A broken line
+    elsewhere is a `ValueError` with file and line number.
     """
-    records: list[Record] = []
+    return [record for _, record in _lines(path)]
+
+
+def _lines(path: Path) -> list[tuple[int, Any]]:
+    """Line numbers, from 1, and what the lines hold; empty ones are skipped."""
+    records: list[tuple[int, Any]] = []
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            records.append(json.loads(line))
+            records.append((number, json.loads(line)))
         except ValueError as error:
             if number == len(lines):
-                warnings.warn(f"{path}: line {number} was cut short by an interruption and is left out", stacklevel=2)
+                reason = "was cut short, by an interruption or because it is being written, and is left out"
+                warnings.warn(f"{path}: line {number} {reason}", stacklevel=3)
                 break
             raise ValueError(f"{path}, line {number}: not JSON ({error}); remove the line to read the rest") from error
     return records
@@ -149,6 +164,9 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def _read_json(path: Path) -> Record:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); was it edited by hand?") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: no JSON object; was it edited by hand?")
+    return value

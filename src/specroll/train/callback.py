@@ -6,6 +6,7 @@ Knows the trainer's callbacks; nothing of losses or samples.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -14,6 +15,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from specroll.report.history import WALL_SECONDS
 from specroll.report.live import LiveView
 from specroll.report.records import RunFolder
 from specroll.train.rollout import SpecRollout
@@ -31,16 +33,23 @@ class HeadsInCheckpoints(TrainerCallback):
 
 
 class StepRecords(TrainerCallback):
-    """Each step's logs, written to the run's folder and shown."""
+    """Each step's logs, written to the run's folder, with the seconds since the step before, and shown."""
 
     def __init__(self, folder: RunFolder, view: LiveView) -> None:
         self.folder, self.view = folder, view
+        self._since = time.perf_counter()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._since = time.perf_counter()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero and logs and "reward" in logs:
-            self.folder.add_metrics(state.global_step, logs)
+            before, self._since = self._since, time.perf_counter()
+            self.folder.add_metrics(state.global_step, {**logs, WALL_SECONDS: self._since - before})
             self.view.update({"step": state.global_step, **logs})
 
 

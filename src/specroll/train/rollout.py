@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from accelerate.utils import pad_across_processes
 
 from specroll.config import BudgetConfig, EngineConfig, SlowConfig
 from specroll.engine import Engine, Rollout
@@ -54,10 +55,11 @@ class SpecRollout:
             begin untrained learn at first all the same, and given ones stay as they are.
 
     The trainer's logs gain `specroll/tokens_per_second`, `specroll/tokens_per_round` and `specroll/acceptance`; where
-    heads propose `specroll/reflex_open` (1 while Reflex corrects them, 0 while its gate is shut) and `specroll/alarm`
-    (1 while hardly anything that they propose is accepted, see `engine.alarm`); where heads have learned
-    `specroll/learning_seconds` and `specroll/heads_version`; and where they were watched those of
-    `SlowPath.measures` (docs/commands.md).
+    proposals were verified `specroll/acceptance_1`, `_2`, ...: the share of sequences, over the rounds that verified
+    any, whose next 1, 2, ... tokens were all drawn as proposed; where heads propose `specroll/reflex_open` (1 while
+    Reflex corrects them, 0 while its gate is shut) and `specroll/alarm` (1 while hardly anything that they propose is
+    accepted, see `engine.alarm`); where heads have learned `specroll/learning_seconds` and `specroll/heads_version`;
+    and where they were watched those of `SlowPath.measures` (docs/commands.md).
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class SpecRollout:
         rollout = engine.generate(requests, sampling, stop=stop, on_trajectory=record)
         engine.target.release()
         self.seconds += time.perf_counter() - started
-        _log(rollout, trainer, mode)
+        _log(rollout, engine, trainer, mode)
         if isinstance(engine.proposer, HeadsProposer) and engine.proposer.reflex != "off":
             trainer._metrics[mode]["specroll/reflex_open"].append(float(engine.proposer.gate.open))
         if engine.proposer is not None:
@@ -232,9 +234,11 @@ def _head_moves(engine: Engine) -> bool:
     return any(p.requires_grad for module in shared for p in module.parameters())
 
 
-def _log(rollout: Rollout, trainer: GRPOTrainer, mode: Mode) -> None:
+def _log(rollout: Rollout, engine: Engine, trainer: GRPOTrainer, mode: Mode) -> None:
     """Add the rollout of all ranks to what the trainer logs next."""
     rounds = rollout.rounds
+    speculative = [r for r in rounds if r.proposed]
+    horizons = engine.proposer.horizons if engine.proposer is not None else 0
     totals = [
         rollout.tokens,
         rollout.seconds,
@@ -242,12 +246,18 @@ def _log(rollout: Rollout, trainer: GRPOTrainer, mode: Mode) -> None:
         sum(r.emitted for r in rounds),
         sum(r.proposed for r in rounds),
         sum(sum(r.accepted_by_depth) for r in rounds),
+        sum(r.running for r in speculative),
+        *(sum(sum(r.accepted_by_depth[k : k + 1]) for r in speculative) for k in range(horizons)),
     ]
-    per_rank = trainer.accelerator.gather(
-        torch.tensor([totals], dtype=torch.float32, device=trainer.accelerator.device)
-    )
-    tokens, _, turns, emitted, proposed, accepted = per_rank.sum(0).tolist()  # type: ignore[union-attr]
+    own = torch.tensor([totals], dtype=torch.float32, device=trainer.accelerator.device)
+    # Heads may begin to propose on one rank before another, which then has no horizons yet.
+    per_rank = trainer.accelerator.gather(pad_across_processes(own, dim=1))
+    sums = per_rank.sum(0).tolist()  # type: ignore[union-attr]
+    tokens, _, turns, emitted, proposed, accepted, tried, *by_horizon = sums
     metrics = trainer._metrics[mode]
     metrics["specroll/tokens_per_second"].append(tokens / per_rank[:, 1].max().item())  # type: ignore[index]
     metrics["specroll/tokens_per_round"].append(emitted / turns if turns else 1.0)
     metrics["specroll/acceptance"].append(accepted / proposed if proposed else 0.0)
+    if tried:
+        for k, reached in enumerate(by_horizon, 1):
+            metrics[f"specroll/acceptance_{k}"].append(reached / tried)

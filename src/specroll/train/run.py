@@ -281,6 +281,7 @@ def _show(run: _Run, summary: Record) -> None:
         run.console.print(f"|log p(rollout) - log p(trainer)|: mean {gap[0]:.1e}, max {gap[1]:.1e}", highlight=False)
     wrote = ", ".join(f"{name} {path}" for name, path in summary["wrote"].items())
     run.console.print(f"Wrote {run.folder.path}: {wrote}", markup=False, highlight=False, soft_wrap=True)
+    run.console.print(f"Draw it with: specroll report {run.folder.path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _new_folder(task: str) -> Path:

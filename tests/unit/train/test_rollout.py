@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 from grpo import PROMPTS, SPECULATE, grpo_trainer, some_heads
 
 from specroll.config import BudgetConfig, EngineConfig
-from specroll.train.rollout import SpecRollout, sample_name, tempered_logps
+from specroll.engine import Rollout
+from specroll.train.rollout import SpecRollout, _log, sample_name, tempered_logps
 from specroll.train.terms import sampling_of, tokenize, unwrapped
-from specroll.types import Completion
+from specroll.types import Completion, RoundStats
 from tiny import EOS, tiny, tiny_tokenizer
 
 # transformers warns of its own renaming of gradient checkpointing.
@@ -212,3 +214,42 @@ def test_heads_of_another_model_are_refused(trainer: Any, tmp_path: Path) -> Non
     save_heads(FutureHeads.for_model(other), tmp_path, other)
     with pytest.raises(HeadsMismatchError):
         SpecRollout(tmp_path)(["ab"], stand_in(trainer))
+
+
+ROUNDS = [
+    RoundStats(running=4, proposed=12, emitted=8, accepted_by_depth=[3, 1, 0], proposed_by_depth=[6, 4, 2]),
+    RoundStats(running=3, emitted=3),  # plain: no part of what proposals are worth
+    RoundStats(running=1, proposed=1, emitted=2, accepted_by_depth=[1], proposed_by_depth=[1]),
+]
+
+
+def logged(trainer: Any, rounds: list[RoundStats], horizons: int, *others: list[float]) -> dict[str, float]:
+    """What `_log` adds, where `others` are the totals of other ranks."""
+    there = stand_in(trainer)
+    there._metrics = {"train": defaultdict(list)}
+    there.accelerator.gather = lambda own: torch.cat([own, *(torch.tensor([row]) for row in others)])
+    proposer = SimpleNamespace(horizons=horizons) if horizons else None
+    _log(Rollout([], rounds, 2.0), SimpleNamespace(proposer=proposer), there, "train")  # type: ignore[arg-type]
+    return {key.removeprefix("specroll/"): value for key, (value,) in there._metrics["train"].items()}
+
+
+def test_acceptance_by_horizon_is_a_share_of_the_sequences_that_speculated(trainer: Any) -> None:
+    found = logged(trainer, ROUNDS, 4)
+    shares = [found[f"acceptance_{k}"] for k in (1, 2, 3, 4)]
+    assert shares == pytest.approx([4 / 5, 1 / 5, 0, 0])
+    assert found["acceptance"] == pytest.approx(5 / 13)
+    assert found["tokens_per_round"] == pytest.approx((8 + 3 + 2) / 8)
+    assert 1 + sum(shares) == pytest.approx((8 + 2) / 5)  # tokens of a sequence in a round that speculated
+
+
+def test_ranks_are_taken_together(trainer: Any) -> None:
+    other = [30.0, 4.0, 5.0, 9.0, 10.0, 4.0, 5.0, 2.0, 2.0]  # five sequences, of which two drew both proposed tokens
+    found = logged(trainer, ROUNDS, 2, other)
+    assert (found["acceptance_1"], found["acceptance_2"]) == pytest.approx((6 / 10, 3 / 10))
+    assert found["tokens_per_second"] == pytest.approx(30 / 4)
+
+
+def test_where_nothing_was_proposed_no_horizon_is_logged(trainer: Any) -> None:
+    plain = [RoundStats(running=2, emitted=2)]
+    for horizons in (0, 4):
+        assert set(logged(trainer, plain, horizons)) == {"tokens_per_second", "tokens_per_round", "acceptance"}

@@ -65,6 +65,8 @@ def test_an_interrupted_run_ends_like_one_that_was_not(
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], atol=1e-7, rtol=1e-5)
     assert whole["steps"] == 4
+    for record in RunFolder(tmp_path / "cut").metrics():  # each step once, the wait for the resume in none
+        assert record["step_time"] < record["wall_seconds"] < record["step_time"] + 30
     assert whole["logp_gap_max"] < 1e-4
 
 

@@ -9,9 +9,12 @@ import pytest
 import torch
 from grpo import PROMPTS, SPECULATE, NotingPlainTrainer, grpo_args, grpo_trainer, letters, rows, some_heads
 from peft import LoraConfig
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from specroll.config import BudgetConfig, EngineConfig, SlowConfig
+from specroll.report.history import DRIFT_SCORE, GAP_MAX, GAP_MEAN, LEARNING_SECONDS, REFLEX_OPEN, REFRESH_KEPT, REGRET
+from specroll.report.live import GENERATION_SHARE, REWARD, STEP_SECONDS
 from specroll.slow import cadence, cold, path
 from specroll.slow.cadence import Cadence
 from specroll.slow.consolidate import consolidate
@@ -114,6 +117,34 @@ def test_the_measures_are_in_the_trainers_logs(tmp_path: Path) -> None:
         assert 0 <= log[f"{prefix}specroll/acceptance"] <= 1
         assert 0 < log[f"{prefix}specroll/logp_gap_mean"] <= log[f"{prefix}specroll/logp_gap_max"] < 1e-4
     assert 0 < trained["specroll/generation_share"] < 1
+
+
+def test_the_measures_reach_every_reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard, W&B and trackio are callbacks whose `on_log` gets all there is."""
+    watch_at_once(monkeypatch, degraded=True)
+    heard: list[dict[str, float]] = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, *args: Any, logs: Any = None, **kwargs: Any) -> None:
+            heard.append(dict(logs))
+
+    trainer = grpo_trainer(tmp_path, trainer_settings=settings(), max_steps=3)
+    trainer.add_callback(Reporter())
+    trainer.train()
+    steps = [logs for logs in heard if "reward" in logs]
+    assert len(steps) == 3
+    names = ["tokens_per_second", "tokens_per_round", "acceptance", "reflex_open", "generation_share", "logp_gap_mean"]
+    names += ["logp_gap_max", "drift_score", "regret", "triggers", "slow_share"]
+    names += [f"acceptance_{k}" for k in range(1, 5)]
+    late = ["refresh_kept", "learning_seconds", "heads_version"]  # the first rollout only teaches the next ones
+    for logs, expected in zip(steps, (names, names + late, names + late), strict=True):
+        assert {name for name in expected if not isinstance(logs.get(f"specroll/{name}"), float)} == set()
+        shares = [logs[f"specroll/acceptance_{k}"] for k in range(1, 5)]
+        assert 1 >= shares[0] >= shares[1] >= shares[2] >= shares[3] >= 0
+        # Of the tokens of a round, what lies behind the end of a response is not emitted.
+        assert 1 <= logs["specroll/tokens_per_round"] <= 1 + sum(shares) + 1e-6
+    assert all(name in steps[-1] for name in (LEARNING_SECONDS, REFLEX_OPEN, DRIFT_SCORE, REGRET, REFRESH_KEPT))
+    assert all(name in steps[-1] for name in (GAP_MEAN, GAP_MAX, REWARD, STEP_SECONDS, GENERATION_SHARE))
 
 
 def test_the_gap_is_a_tokens_mean_and_a_true_maximum(tmp_path: Path) -> None:
