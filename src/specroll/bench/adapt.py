@@ -78,9 +78,10 @@ class Experiment:
     @property
     def phases(self) -> list[tuple[Task, int]]:
         """Tasks and how many of their prompts are used, in turn."""
-        first = self.steps if self.shift is None else self.shift.step
-        later = [] if self.shift is None else [(self.shift.task, self.steps - first)]
-        return [(task, steps * self.config.prompts_per_step) for task, steps in [(self.task, first), *later]]
+        parts = [(self.task, self.steps)]
+        if self.shift is not None:
+            parts = [(self.task, self.shift.step), (self.shift.task, self.steps - self.shift.step)]
+        return [(task, steps * self.config.prompts_per_step) for task, steps in parts]
 
 
 def train(experiment: Experiment, seed: int, on_step: Callable[[Record], None]) -> None:

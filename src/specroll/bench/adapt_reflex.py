@@ -51,9 +51,7 @@ class Both:
         return self._with.fitted
 
     def propose(self, features: Features) -> Draft:
-        draft, seconds = self._both(
-            lambda: self._with.propose(features), lambda: self._without.propose(features)
-        )
+        draft, seconds = self._both(lambda: self._with.propose(features), lambda: self._without.propose(features))
         self.seconds.append(seconds)
         return draft
 

@@ -104,14 +104,14 @@ def resamples(lengths: Sequence[int], count: int = RESAMPLES, block: int = BLOCK
     first = np.cumsum([0, *lengths])
     drawn_RN = np.zeros((1 + count, first[-1]))
     drawn_RN[0] = 1.0
-    for drawn_N in drawn_RN[1:]:
-        for chosen in generator.integers(len(lengths), size=len(lengths)):
-            steps = lengths[chosen]
+    for chosen_R in generator.integers(len(lengths), size=(len(lengths), count)):
+        for number, steps in enumerate(lengths):
+            row_X1 = 1 + np.flatnonzero(chosen_R == number)[:, None]
             width = min(block, steps)
-            begins = generator.integers(steps, size=-(-steps // width))
+            begin_XB = generator.integers(steps, size=(len(row_X1), -(-steps // width)))
             # Around the end, or the first and last steps would be drawn less often than the others.
-            place = (begins[:, None] + np.arange(width)).ravel()[:steps] % steps
-            np.add.at(drawn_N, first[chosen] + place, 1.0)
+            place_XN = (begin_XB[:, :, None] + np.arange(width)).reshape(len(row_X1), -1)[:, :steps] % steps
+            np.add.at(drawn_RN, (row_X1, first[number] + place_XN), 1.0)
     return drawn_RN
 
 

@@ -58,9 +58,7 @@ class Pool:
         return Window.of(hit_PK, regret_PK, exists_PK, response_P[seen])
 
 
-def pool_of(
-    model: PreTrainedModel, heads: FutureHeads, trajectories: Sequence[Trajectory], generations: int
-) -> Pool:
+def pool_of(model: PreTrainedModel, heads: FutureHeads, trajectories: Sequence[Trajectory], generations: int) -> Pool:
     """Judge responses, `generations` in a row to one prompt."""
     judge = Judge(model, trajectories, REFLEX)
     judge.start_P = judge.samples.starts()

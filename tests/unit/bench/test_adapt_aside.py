@@ -55,9 +55,7 @@ def test_only_what_reflex_adds_is_its_cost(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(HeadsProposer, "recall", slow_recall)
     monkeypatch.setattr(HeadsProposer, "_noise", slow_noise)
     repeats: list[int] = []
-    found = reflex_cost(
-        tiny("llama"), tiny_heads(), PROMPTS, SAMPLING, running=2, repeats=1, on_repeat=repeats.append
-    )
+    found = reflex_cost(tiny("llama"), tiny_heads(), PROMPTS, SAMPLING, running=2, repeats=1, on_repeat=repeats.append)
     assert repeats == [0, 1] and found["running"] == 2 and found["nodes"] == NODES
     assert 0.004 < found["cost_s"] < 0.008 < found["round_s"]
     assert 0 < found["share"] < 1 and found["rounds"] > TOKENS / (1 + NODES)
@@ -82,7 +80,9 @@ def test_the_share_is_that_of_a_few_rounds_together() -> None:
 def test_a_pool_keeps_responses_by_prompt() -> None:
     model, heads = tiny("llama"), tiny_heads()
     requests = [
-        Request(prompt_ids=prompt, sample=2 * i + j, max_new_tokens=9) for i, prompt in enumerate(PROMPTS) for j in (0, 1)
+        Request(prompt_ids=prompt, sample=2 * i + j, max_new_tokens=9)
+        for i, prompt in enumerate(PROMPTS)
+        for j in (0, 1)
     ]
     _, trajectories = Engine(model).record(requests, SAMPLING)
     pool = pool_of(model, heads, trajectories, 2)

@@ -39,7 +39,7 @@ def test_sums_of_seconds_make_the_rates() -> None:
         step["systems"]["full"] |= {"learning": 0.5, "emitted": 180, "differing": 2}
     found = Steps(seeds).of("full")
     assert found["tokens_per_second"] == pytest.approx(400 / (8 / 2 + 1))
-    assert found["low"] < found["tokens_per_second"] < found["high"]
+    assert found["low"] <= found["tokens_per_second"] <= found["high"]
     assert found["tokens_per_round"] == pytest.approx((2 * 180 + 2 * 100) / 200)
     assert found["acceptance"] == pytest.approx(0.25) and found["differing_samples"] == 4
     assert found["end_to_end_s"] == pytest.approx((4 * 3 + 8 / 2 + 1) / 2)  # of one seed
@@ -50,7 +50,7 @@ def test_a_machine_that_is_slow_for_all_leaves_ratios_alone() -> None:
     moods = np.random.default_rng(0).uniform(1, 5, 40)
     measured = Steps([steps(list(moods[:20])), steps(list(moods[20:]))])
     ratio, rate = measured.over("full", "heads"), measured.of("full")
-    assert ratio["low"] == pytest.approx(1.6) == ratio["high"] == ratio["ratio"]
+    assert list(ratio.values()) == pytest.approx([1.6] * 3)
     assert rate["high"] / rate["low"] > 1.2
 
 

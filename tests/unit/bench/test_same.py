@@ -34,7 +34,9 @@ PLAIN = completion(4, 5, 6)
 
 
 def test_equal_samples_do_not_differ() -> None:
-    assert differing("full", [PLAIN] * 2, [PLAIN, replace(PLAIN, logp=[0.0] * 3)], [PROMPT] * 2, SAMPLING, exact=True) == 0
+    assert (
+        differing("full", [PLAIN] * 2, [PLAIN, replace(PLAIN, logp=[0.0] * 3)], [PROMPT] * 2, SAMPLING, exact=True) == 0
+    )
 
 
 @pytest.mark.parametrize(

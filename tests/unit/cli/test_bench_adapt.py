@@ -87,7 +87,9 @@ def test_without_a_shift_there_is_the_ablation_alone(bench: Callable, tmp_path: 
 
 
 def test_a_seed_that_was_whole_is_not_run_again(
-    bench: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # type: ignore[type-arg]
+    bench: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,  # type: ignore[type-arg]
 ) -> None:
     """Interrupted in the second seed's second step: the same command goes on with that seed."""
     path, output = tmp_path / "adapt.json", tmp_path / "steps"

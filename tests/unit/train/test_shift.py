@@ -81,7 +81,7 @@ def test_what_heads_share_is_told_apart_from_the_rest() -> None:
 def test_another_architecture_is_refused_with_what_is_unlike() -> None:
     model = tiny("llama")
     check_alike(model, tiny("llama", seed=1))
-    with pytest.raises(ValueError, match="cannot take the other model's weights: its .* is .*, there it is .*"):
+    with pytest.raises(ValueError, match=r"cannot take the other model's weights: its .* is .*, there it is .*"):
         check_alike(model, tiny("qwen2"))
     deeper = tiny("llama")
     deeper.config.rope_parameters = {"rope_type": "default", "rope_theta": 5.0}
