@@ -128,7 +128,7 @@ def main(options: Options) -> int:
     check_writable(options.json)
     with quiet():
         still, experiment = _load(options)
-        results = head_of(still.model) | {"steps": options.steps, "seeds": options.seeds}
+        results: Results = head_of(still.model) | {"steps": options.steps, "seeds": options.seeds}
         results["settings"] = _settings(options)
         cells: dict[str, Callable[[Progress], Results]] = {
             "reflex": partial(_reflex, options, still),
