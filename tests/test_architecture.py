@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "simulate": _ENGINE | {"files"},
     "hf": _TOP,
     "train": _TOP | {"report", "slow"},
-    "bench": _TOP | {"report", "train"},
+    "bench": _TOP | {"report", "train", "slow"},
     "cli": _TOP | {"report", "train", "bench", "check", "hf", "files", "simulate"},
 }
 # Packages that cost seconds to import or that not every user has: the rooms that may know them.

@@ -52,7 +52,7 @@ def take_turns(
     """`interleave` for runs that time themselves: each takes the repeat's number and returns its tokens per second."""
     rates = {name: Rates() for name in runs}
     for repeat in range(-warm_up, repeats):
-        for name in _order(list(runs), repeat):
+        for name in order(list(runs), repeat):
             rate = runs[name](repeat)
             if repeat >= 0:
                 rates[name].tokens_per_second.append(rate)
@@ -61,7 +61,7 @@ def take_turns(
     return rates
 
 
-def _order(names: list[str], repeat: int) -> list[str]:
+def order(names: list[str], repeat: int) -> list[str]:
     """Rotated every other repeat, and backwards in between: who runs right behind whom is then no constant.
 
     What one system leaves in caches and allocators costs its follower some percent.

@@ -56,3 +56,34 @@ def show_checks(checks: Sequence[Check]) -> None:
 
 def _spread(ratio: dict[str, float] | None) -> str:
     return f"{ratio['median']:.2f} [{ratio['min']:.2f}, {ratio['max']:.2f}]" if ratio else "-"
+
+
+def show_adapt(results: dict[str, Any]) -> None:
+    """A table of the systems before the shift, and one after it."""
+    for part, title in (("ablation", "While GRPO trains"), ("after_shift", "After the shift")):
+        if part not in results:
+            continue
+        table = Table(title=f"{title} ({results['machine']['dtype']}), [95 % intervals]")
+        for column in ("system", "tokens/s", "over heads", "over plain", "tokens/round", "accepted", "end to end, s"):
+            table.add_column(column, justify="left" if column == "system" else "right")
+        for system, found in results[part].items():
+            over = [results[key][part].get(system) for key in ("over_heads", "over_plain")]
+            table.add_row(
+                system,
+                _interval(found, "tokens_per_second", 1),
+                *(_interval(ratio, "ratio", 3) if ratio else "-" for ratio in over),
+                f"{found['tokens_per_round']:.2f}",
+                f"{found['acceptance']:.0%}",
+                f"{found['end_to_end_s']:.0f}",
+            )
+        Console().print(table)
+        both = ", ".join(f"{_interval(ratio, 'ratio', 3)} over {s}" for s, ratio in results["full_over"][part].items())
+        print(f"Both together: {both}")
+    print(
+        f"Reflex takes {results['reflex_overhead']:.1%} of a round, the slow path {results['slow_overhead']:.1%} of "
+        f"the rollouts' time; {results['false_triggers_per_1000_windows']:.1f} false triggers in 1000 windows"
+    )
+
+
+def _interval(found: dict[str, float], name: str, places: int) -> str:
+    return f"{found[name]:.{places}f} [{found['low']:.{places}f}, {found['high']:.{places}f}]"

@@ -42,6 +42,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Time the optimal node budget against the paper's and the plain loop",
     ),
     "bench scale": ("specroll.cli.bench_scale", "Time ever longer queues and contexts, and watch the memory"),
+    "bench adapt": (
+        "specroll.cli.bench_adapt",
+        "Time heads with Reflex and the slow path, with either and without, while GRPO trains",
+    ),
 }
 
 _HEADER = """\

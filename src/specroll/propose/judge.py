@@ -119,10 +119,10 @@ class Judge:
         return torch.full_like(heads.sharpness_K, SHARPNESSES[int(hits_X.argmax())])
 
     @torch.no_grad()
-    def records(self, heads: FutureHeads, candidates: int = 4) -> Records:
-        """How each horizon fares at up to `KL_POSITIONS` starts, given that the path before it was right."""
+    def records(self, heads: FutureHeads, candidates: int = 4, positions: int = KL_POSITIONS) -> Records:
+        """How each horizon fares at up to so many starts, given that the path before it was right."""
         parts: list[Records] = []
-        for seen in self._seen(heads, _spread(self.start_P, KL_POSITIONS)):
+        for seen in self._seen(heads, _spread(self.start_P, positions)):
             probability_BKC = self.samples.top_logp_PC[seen.ahead_BK].exp()
             best_BKc = seen.logits_BKV.topk(min(candidates, seen.logits_BKV.shape[-1]), dim=-1).indices
             token_BKc = best_BKc if heads.vocabulary_V is None else _vocabulary(heads).take(best_BKc)  # type: ignore[union-attr]

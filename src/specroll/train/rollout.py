@@ -75,6 +75,8 @@ class SpecRollout:
         self.engine: Engine | None = None
         self.learner: SlowPath | None = None
         """Teaches the heads; None where there are none, or none that may change."""
+        self.latest: Rollout | None = None
+        """What came of the latest call."""
         self.seconds = 0.0
         """Wall time of all rollouts so far, without what the heads' learning took."""
         self.policy_version: dict[Mode, int] = {}
@@ -109,6 +111,7 @@ class SpecRollout:
         rollout = engine.generate(requests, sampling, stop=stop, on_trajectory=record)
         engine.target.release()
         self.seconds += time.perf_counter() - started
+        self.latest = rollout
         _log(rollout, engine, trainer, mode)
         if isinstance(engine.proposer, HeadsProposer) and engine.proposer.reflex != "off":
             trainer._metrics[mode]["specroll/reflex_open"].append(float(engine.proposer.gate.open))

@@ -115,10 +115,10 @@ def _prepare(config: TrainConfig, folder: RunFolder, console: Console, *, resume
     trainer = SpecRollGRPOTrainer(
         model=model,
         reward_funcs=list(task.reward_funcs),
-        args=_arguments(config, steps, folder.path / "checkpoints", precision),
+        args=arguments(config, steps, folder.path / "checkpoints", precision),
         train_dataset=rows_in_order(task.dataset, steps * config.prompts_per_step, config.seed),
         processing_class=tokenizer,
-        peft_config=_lora(config.lora_rank),
+        peft_config=lora(config.lora_rank),
         heads=None if config.heads == "none" else config.heads,
         engine_config=EngineConfig(),
         budget=BudgetConfig(max_nodes=config.max_nodes, rule=config.budget, reflex=config.reflex),
@@ -134,7 +134,7 @@ def _prepare(config: TrainConfig, folder: RunFolder, console: Console, *, resume
     return _Run(config, folder, console, trainer, tokenizer, steps)
 
 
-def _arguments(config: TrainConfig, steps: int, checkpoints: Path, precision: torch.dtype) -> GRPOConfig:
+def arguments(config: TrainConfig, steps: int, checkpoints: Path, precision: torch.dtype) -> GRPOConfig:
     micro = config.micro_batch or config.responses
     gpu = is_gpu(best())
     return GRPOConfig(
@@ -165,7 +165,7 @@ def _arguments(config: TrainConfig, steps: int, checkpoints: Path, precision: to
     )
 
 
-def _lora(rank: int) -> LoraConfig | None:
+def lora(rank: int) -> LoraConfig | None:
     if not rank:
         return None
     return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
