@@ -54,9 +54,9 @@ class SpecRollout:
             begin untrained learn at first all the same, and given ones stay as they are.
 
     The trainer's logs gain `specroll/tokens_per_second`, `specroll/tokens_per_round` and `specroll/acceptance`; where
-    heads propose `specroll/reflex_open` (1 while Reflex corrects them, 0 while its gate is shut); where heads have
-    learned `specroll/learning_seconds` and `specroll/heads_version`; and where they were watched those of
-    `SlowPath.measures` (docs/commands.md).
+    heads propose `specroll/reflex_open` (1 while Reflex corrects them, 0 while its gate is shut) and what else it
+    measures; where heads have learned `specroll/learning_seconds` and `specroll/heads_version`; and where they were
+    watched those of `SlowPath.measures` (docs/commands.md).
     """
 
     def __init__(
@@ -105,8 +105,9 @@ class SpecRollout:
         engine.target.release()
         self.seconds += time.perf_counter() - started
         _log(rollout, trainer, mode)
-        if isinstance(engine.proposer, HeadsProposer) and engine.proposer.reflex != "off":
-            trainer._metrics[mode]["specroll/reflex_open"].append(float(engine.proposer.gate.open))
+        if isinstance(engine.proposer, HeadsProposer):
+            for name, value in engine.proposer.measures().items():
+                trainer._metrics[mode][f"specroll/{name}"].append(value)
         if mode == "train":
             self._learn(engine, rollout, trainer)
         return {
