@@ -30,24 +30,27 @@ class Setting(NamedTuple):
 
 
 class Recall(Protocol):
-    """One round's corrections. Heads call it stage by stage, with the horizons of a stage together."""
+    """One round's corrections. Heads call it stage by stage, with the horizons of a stage together.
 
-    def states(self, state_SkH: Tensor, stage: slice) -> Tensor:
+    Forms may have other letters for the draft vocabulary: arguments are given by position.
+    """
+
+    def states(self, state_SkH: Tensor, stage: slice, /) -> Tensor:
         """The states of these horizons as lm_head is to see them."""
         ...
 
-    def logits_(self, logits_SkU: Tensor) -> Tensor:
+    def logits_(self, logits_SkU: Tensor, /) -> Tensor:
         """Correct, in place, the logits of so many horizons, of which the first follows the path."""
         ...
 
-    def compared(self, logits_SU: Tensor) -> Tensor | None:
+    def compared(self, logits_SU: Tensor, /) -> Tensor | None:
         """[2, S, U], the first horizon's logits with all that is known and without it, for `Draft.trial_2S`.
 
         None for a form that learns in another way whether it helps. Called before `logits_`.
         """
         ...
 
-    def proposed(self, logits_SkU: Tensor, slot_SkC: Tensor) -> None:
+    def proposed(self, logits_SkU: Tensor, slot_SkC: Tensor, /) -> None:
         """Told of the stage's candidates, best first, as places in the draft vocabulary, and of the logits, without
         noise, that they come from."""
         ...

@@ -47,20 +47,37 @@ class Errors(NamedTuple):
     severity_E: Tensor
 
 
-def support(known_EM: Tensor, logq_EM: Tensor, top_ET: Tensor, drawn_E: Tensor, inside_V: Tensor, size: int) -> Support:
-    """`known_EM`: the candidates, best first, and then the likeliest of q, with their log q.
+def support(
+    known_EM: Tensor,
+    logq_EM: Tensor,
+    top_ET: Tensor,
+    drawn_E: Tensor,
+    inside_V: Tensor,
+    *,
+    candidates: int,
+    size: int,
+) -> Support:
+    """`known_EM`: so many candidates, best first, and then the likeliest of q, with their log q.
 
     `top_ET` are of the draft vocabulary, whose tokens `inside_V` (bool) marks and which has so many; the drawn token
     may be of another.
     """
-    token_EA = torch.cat((known_EM, top_ET, drawn_E[..., None]), dim=-1)
-    kept_EA = ~(token_EA[..., :, None] == token_EA[..., None, :]).tril(-1).any(-1)
-    kept_EA[..., -1] &= inside_V[drawn_E]
-    listed_EM = kept_EA[..., : known_EM.shape[-1]]
+    candidate_EC, likely_EX = known_EM.split((candidates, known_EM.shape[-1] - candidates), dim=-1)
+    front_EX = torch.cat((known_EM, top_ET), dim=-1)
+    listed_EM = torch.cat((torch.ones_like(candidate_EC, dtype=torch.bool), ~_among(likely_EX, candidate_EC)), dim=-1)
+    drawn_E1 = drawn_E[..., None]
+    new_E1 = inside_V[drawn_E1] & ~_among(drawn_E1, front_EX)
+    token_EA = torch.cat((front_EX, drawn_E1), dim=-1)
+    kept_EA = torch.cat((listed_EM, ~_among(top_ET, known_EM), new_E1), dim=-1)
     left_E1 = (1.0 - (logq_EM.exp() * listed_EM).sum(-1, keepdim=True)).clamp(min=_LEAST)
     others_E1 = (size - listed_EM.sum(-1, keepdim=True)).clamp(min=1)
     unknown_EX = (left_E1 / others_E1).log().expand(*drawn_E.shape, top_ET.shape[-1] + 1)
     return Support(token_EA, kept_EA, torch.cat((logq_EM, unknown_EX), dim=-1))
+
+
+def _among(token_EX: Tensor, others_EX: Tensor) -> Tensor:
+    """Which tokens are among the others of their entry."""
+    return (token_EX[..., :, None] == others_EX[..., None, :]).any(-1)
 
 
 def errors(
@@ -81,7 +98,7 @@ def errors(
     """
     p_EA, q_EA = (x.masked_fill(~on.kept_EA, -torch.inf).softmax(-1) for x in (logits_EA, on.logq_EA))
     missing_EA = on.kept_EA.clone()
-    missing_EA[..., :candidates] = False
+    missing_EA[..., :candidates].fill_(False)
     if logz_E is None:
         missed_EA = (missing_EA & (on.token_EA == drawn_E[..., None])).float()
         uncovered_E = missed_EA.sum(-1)

@@ -11,7 +11,7 @@ per trajectory and horizon, takes no gradient, and is gone when the trajectory e
 where no error repeats the gate stays shut and the states are what they were, bit for bit.
 
     S  sequences    H  hidden width    K  horizons, k those of a stage    R  roots that entries wait for
-    D  depths       C  candidates      M  known tokens: candidates and the likeliest T of q    X  sketch
+    C  candidates   M  known tokens: candidates and the likeliest T of q    X  sketch
     V  vocabulary   U  draft vocabulary    N  packed rows
 """
 
@@ -27,7 +27,7 @@ from specroll.reflex.memory import Memory, rms
 from specroll.types import Draft, Features, TargetOutput, Tree, Verdict
 
 STRENGTH = 0.04
-"""Most of a correction, in units of the state's RMS: the upper end of the published range, as the gate seldom opens wide."""
+"""Most of a correction, in units of the state's RMS: the top of the published range, as gates seldom open wide."""
 DISTRIBUTION, COVERAGE = 1.0, 0.5
 """Weights of the two errors. The first is a gradient; the second is an error of one token at a time."""
 LIKELIEST = 12
@@ -93,17 +93,22 @@ class HiddenReflex:
         token_SRKM, logq_SRKM = self.ledger.token_SRKA, self.ledger.number_SRKB
         assert token_SRKM is not None and logq_SRKM is not None  # entries were written
         scale, known = 1.0 / max(temperature, GREEDY), token_SRKM.shape[-1]
-        vocabulary_U, row_SD = self._setting.vocabulary_U, matured.row_SD
-        law_SDU = logits_NV[row_SD] if vocabulary_U is None else logits_NV[row_SD[..., None], vocabulary_U]
-        law_SDU = law_SDU.float() * scale
-        top_SDT = law_SDU.topk(min(LIKELIEST, law_SDU.shape[-1]), dim=-1).indices
-        top_SDT = top_SDT if vocabulary_U is None else vocabulary_U.take(top_SDT)
-        at = torch.arange(row_SD.shape[0], device=row_SD.device)[:, None, None], matured.depth_SRK
+        vocabulary_U = self._setting.vocabulary_U
+        law_NU = logits_NV if vocabulary_U is None else logits_NV.index_select(1, vocabulary_U)
+        law_NU = law_NU.float() * scale
+        top_NT = law_NU.topk(min(LIKELIEST, law_NU.shape[-1]), dim=-1).indices
+        top_NT = top_NT if vocabulary_U is None else vocabulary_U.take(top_NT)
         logz_SRK = None
         if temperature == 0 or not self._setting.noisy:
-            logz_SRK = law_SDU.logsumexp(-1)[at]
+            logz_SRK = law_NU.logsumexp(-1)[matured.row_SRK]
         on = support(
-            token_SRKM, logq_SRKM[..., :known], top_SDT[at], matured.drawn_SRK, self._inside_V, self._size
+            token_SRKM,
+            logq_SRKM[..., :known],
+            top_NT[matured.row_SRK],
+            matured.drawn_SRK,
+            self._inside_V,
+            candidates=candidates,
+            size=self._size,
         )
         return errors(
             on,

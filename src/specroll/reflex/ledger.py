@@ -36,12 +36,8 @@ class Matured(NamedTuple):
     """bool: the path that was drafted up to the entry was drawn."""
     row_SRK: Tensor
     """int64, the packed row that drew the entry's position."""
-    depth_SRK: Tensor
-    """int64, that row's depth."""
     drawn_SRK: Tensor
     """int64, the token that was drawn."""
-    row_SD: Tensor
-    """int64, the rows of the accepted paths, as far as entries can be due there; 0 where a path is shorter."""
 
 
 class Ledger:
@@ -110,7 +106,7 @@ class Ledger:
         """What the draws of this round's accepted paths say of the entries that are due there."""
         assert self.token_SRKA is not None  # something was written
         row_SD = self._rows(tree, verdict)
-        sequences, depths = row_SD.shape
+        depths = row_SD.shape[1]
         depth_SRK = self.root_SR[:, :, None] + self._ahead_K - (self._position_S[:, None, None] + 1)
         inside_SRK = (depth_SRK >= 0) & (depth_SRK < depths)
         depth_SRK = depth_SRK.clamp(0, depths - 1)
@@ -125,7 +121,7 @@ class Ledger:
         self.waiting_SRK = self.waiting_SRK & ~now_SRK
         self.matured = self.matured + now_SRK.sum()
         self._seen_S = self._position_S.index_add(0, tree.sequence_N, verdict.accepted_N.long())
-        return Matured(now_SRK, followed_SRK, row_SRK, depth_SRK, drawn_SRK, row_SD.clamp(min=0))
+        return Matured(now_SRK, followed_SRK, row_SRK, drawn_SRK)
 
     def _rows(self, tree: Tree, verdict: Verdict) -> Tensor:
         """[S, D], the rows of the accepted paths; -1 where there is none."""

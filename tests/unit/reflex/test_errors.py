@@ -27,7 +27,12 @@ class Case:
         self.looked_at_E = torch.ones(ENTRIES, dtype=torch.bool)
 
     def errors(
-        self, *, noisy: bool, candidates: int = CANDIDATES, likeliest: int = LIKELIEST, inside_V: Tensor = NOBODY_OUTSIDE
+        self,
+        *,
+        noisy: bool,
+        candidates: int = CANDIDATES,
+        likeliest: int = LIKELIEST,
+        inside_V: Tensor = NOBODY_OUTSIDE,
     ) -> Errors:
         outside_V = torch.zeros(VOCAB).masked_fill(~inside_V, -torch.inf)
         logq_EV = (self.q_EV + outside_V).log_softmax(-1)
@@ -36,13 +41,17 @@ class Case:
         top_ET = (self.p_EV + outside_V).topk(likeliest).indices
         self.known_EM, self.top_ET, self.candidate_EC = known_EM, top_ET, candidate_EC
         on = support(
-            known_EM, logq_EV.gather(1, known_EM), top_ET, self.drawn_E, inside_V, int(inside_V.sum())
+            known_EM,
+            logq_EV.gather(1, known_EM),
+            top_ET,
+            self.drawn_E,
+            inside_V,
+            candidates=candidates,
+            size=int(inside_V.sum()),
         )
         logz_E = None if noisy else (self.p_EV + outside_V).logsumexp(-1)
         logits_EA = self.p_EV.gather(1, on.token_EA)
-        return errors(
-            on, logits_EA, self.drawn_E, self.row_VH, self.looked_at_E, candidates=candidates, logz_E=logz_E
-        )
+        return errors(on, logits_EA, self.drawn_E, self.row_VH, self.looked_at_E, candidates=candidates, logz_E=logz_E)
 
 
 def test_with_all_tokens_known_the_first_error_is_minus_the_gradient_of_the_divergence() -> None:
@@ -75,10 +84,7 @@ def test_errors_follow_the_definitions(noisy: bool, draft: int, seed: int) -> No
         distribution = sum((p[t] - q[t]) * row[t] for t in tokens)
         missed = [t for t in tokens if t not in candidates and (not noisy or t == drawn)]
         coverage = sum((row[t] - row[candidates[-1]]) * (1.0 if noisy else p[t]) for t in missed)
-        if noisy:
-            uncovered = float(bool(missed))
-        else:
-            uncovered = 1 - float(case.p_EV[e, :draft].softmax(0)[candidates].sum())
+        uncovered = float(bool(missed)) if noisy else 1 - float(case.p_EV[e, :draft].softmax(0)[candidates].sum())
         severity = 0.25 * sum(abs(p[t] - q[t]) for t in tokens) + 0.5 * uncovered
         torch.testing.assert_close(found.distribution_EH[e], distribution, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found.coverage_EH[e], torch.zeros(WIDTH) + coverage, rtol=1e-4, atol=1e-5)
