@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from specroll.types import Draft, Features, Tree, Verdict
+from specroll.types import Draft, Features, TargetOutput, Tree, Verdict
 
 
 class Replay:
@@ -49,5 +49,5 @@ class Replay:
         wrong = [(right + 1 + i) % self.vocab_size for i in range(self.candidates - 1)]
         return [*wrong[: self.rank], right, *wrong[self.rank :]]
 
-    def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
+    def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
         """Nothing to learn."""

@@ -47,7 +47,8 @@ def build_engine(
         max_nodes: most proposed tokens per sequence and round; how many pay is decided in each round.
         rule: "optimal" decides that by what pays; "paper" is the published rule, a baseline to compare with.
         fixed_nodes: propose exactly so many in every round, whether it pays or not.
-        reflex: "associative" lets the trajectory's own tokens correct what heads propose; "off" leaves heads alone.
+        reflex: "associative" lets the trajectory's own tokens correct what heads propose, "hidden" lets its past errors
+            move the heads' states (the published form); "off" leaves heads alone.
         max_running: sequences decoded together.
         dtype: of a model loaded by name.
 

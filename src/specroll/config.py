@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 BudgetRuleName = Literal["optimal", "paper"]
-ReflexName = Literal["associative", "off"]
+ReflexName = Literal["associative", "hidden", "off"]
 SlowName = Literal["on", "off"]
 HeadsSee = Literal["path", "root", "state"]
 
@@ -88,7 +88,8 @@ class BudgetConfig:
     """Rank candidates by s log q + g, with the noise g that the target will use, or by q alone."""
 
     reflex: ReflexName = "associative"
-    """associative: the trajectory's own tokens correct what heads propose next; off: heads alone."""
+    """associative: the trajectory's own tokens correct what heads propose next; hidden: its past errors move the heads'
+    states (the published form); off: heads alone."""
 
     def __post_init__(self) -> None:
         _at_least(0, max_nodes=self.max_nodes, fixed_nodes=self.fixed_nodes)
@@ -148,7 +149,8 @@ class TrainConfig:
     budget: BudgetRuleName = "optimal"
     """How many of them are verified: optimal, as many as pay in each round; paper, the published rule (a baseline)."""
     reflex: ReflexName = "associative"
-    """associative: what a response holds already corrects what heads propose for it; off: heads alone."""
+    """associative: what a response holds already corrects what heads propose for it; hidden: its past errors move the
+    heads' states (the published form); off: heads alone."""
     slow: SlowName = "on"
     """on: heads that got worse for good are taught again between rollouts; off: heads stay as they are once learned."""
     slow_share: float = 0.02

@@ -7,13 +7,15 @@ import random
 import pytest
 import torch
 from replay import Replay
+from transformers import PreTrainedModel
 
 from specroll.budget import FixedPlanner
-from specroll.config import BudgetConfig, EngineConfig
+from specroll.config import BudgetConfig, EngineConfig, ReflexName
 from specroll.engine import Engine
 from specroll.propose.heads import FutureHeads
 from specroll.propose.proposer import HeadsProposer
-from specroll.types import Draft, Features, Request, SamplingParams
+from specroll.reflex import hidden, memory
+from specroll.types import Draft, Features, Request, SamplingParams, TargetOutput, Tree, Verdict
 from tiny import VOCAB_SIZE, tiny
 
 SAMPLING = SamplingParams(seed=7, top_p=0.95)
@@ -24,6 +26,17 @@ pytestmark = pytest.mark.usefixtures("known_curve")
 
 def requests() -> list[Request]:
     return [Request(prompt_ids=p, sample=100 + i, max_new_tokens=12 + 3 * i) for i, p in enumerate(PROMPTS)]
+
+
+def some_heads(model: PreTrainedModel) -> FutureHeads:
+    heads = FutureHeads.for_model(model)
+    torch.nn.init.normal_(heads.second_BHF, std=0.3, generator=torch.Generator().manual_seed(0))
+    return heads
+
+
+def engine_of(model: PreTrainedModel, proposer: HeadsProposer, slots: int) -> Engine:
+    config = EngineConfig(max_running=slots)
+    return Engine(model, proposer=proposer, budget=BudgetConfig(fixed_nodes=6), config=config)
 
 
 class Watching(Replay):
@@ -63,26 +76,59 @@ def test_a_proposer_is_shown_each_sequences_own_text(slots: int, monkeypatch: py
         assert text == whole[sample][: len(text)], sample
 
 
-def test_reflex_changes_what_is_proposed_and_no_token() -> None:
+@pytest.mark.parametrize("reflex", ["associative", "hidden"])
+def test_reflex_changes_what_is_proposed_and_no_token(reflex: ReflexName, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a gate that opens for anything and corrections far too large."""
+    monkeypatch.setattr(memory, "SURE", -1e3)
+    monkeypatch.setattr(memory, "ENOUGH", 1.0)
+    monkeypatch.setattr(hidden, "STRENGTH", 1.0)
     model = tiny("llama")
     plain = Engine(model).generate(requests(), SAMPLING)
-    heads = FutureHeads.for_model(model)
-    torch.nn.init.normal_(heads.second_BHF, std=0.3, generator=torch.Generator().manual_seed(0))
-    rollouts = [
-        Engine(model, proposer=HeadsProposer(heads, model, reflex=reflex), budget=BudgetConfig(fixed_nodes=6)).generate(
-            requests(), SAMPLING
+    for slots in (2, 64):
+        lean, corrected = (
+            engine_of(model, HeadsProposer(some_heads(model), model, reflex=form), slots).generate(requests(), SAMPLING)
+            for form in ("off", reflex)
         )
-        for reflex in ("associative", "off")
-    ]
-    for rollout in rollouts:
-        assert [c.token_ids for c in rollout.completions] == [c.token_ids for c in plain.completions]
-    by_round = [[r.accepted_by_depth for r in rollout.rounds] for rollout in rollouts]
-    assert by_round[0] != by_round[1]
+        for rollout in (lean, corrected):
+            assert [c.token_ids for c in rollout.completions] == [c.token_ids for c in plain.completions]
+        assert [r.accepted_by_depth for r in lean.rounds] != [r.accepted_by_depth for r in corrected.rounds]
+
+
+class Misled(HeadsProposer):
+    """Is told that the target's logits were not finite."""
+
+    def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
+        assert out is not None
+        super().observe(draft, tree, verdict, TargetOutput(torch.full_like(out.logits_NV, torch.nan), out.hidden_NH))
+
+
+def test_feedback_that_is_not_finite_changes_no_token_and_no_memory() -> None:
+    model = tiny("llama")
+    plain = Engine(model).generate(requests(), SAMPLING)
+    misled = Misled(some_heads(model), model, reflex="hidden")
+    rollout = engine_of(model, misled, 2).generate(requests(), SAMPLING)
+    assert [c.token_ids for c in rollout.completions] == [c.token_ids for c in plain.completions]
+    assert isinstance(misled.corrector, hidden.HiddenReflex)
+    assert misled.measures()["reflex_matured"] > 10
+    assert not misled.corrector.memory.memory_SKH.any() and not misled.corrector.memory.evidence_SK3.any()
+
+
+def test_entries_are_accounted_for_through_a_whole_rollout() -> None:
+    model = tiny("llama")
+    proposer = HeadsProposer(some_heads(model), model, reflex="hidden")
+    engine = engine_of(model, proposer, 2)
+    for _ in range(2):
+        engine.generate(requests(), SAMPLING)
+        assert isinstance(proposer.corrector, hidden.HiddenReflex)
+        ledger = proposer.corrector.ledger
+        waiting = int(ledger.waiting_SRK.sum())
+        assert ledger.written == int(ledger.matured) + int(ledger.dropped) + waiting
+        assert waiting <= ledger.horizons**2 * 2 and int(ledger.matured) > 50
 
 
 def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(ValueError, match="reflex is one of associative, off"):
+    with pytest.raises(ValueError, match="reflex is one of associative, hidden, off"):
         BudgetConfig(reflex="on")  # type: ignore[arg-type]
     model = tiny("llama")
-    with pytest.raises(ValueError, match="reflex is one of associative, off"):
-        HeadsProposer(FutureHeads.for_model(model), model, reflex="hidden")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reflex is one of associative, hidden, off"):
+        HeadsProposer(FutureHeads.for_model(model), model, reflex="on")  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from specroll.device import wait
 from specroll.engine import Engine
 from specroll.propose.heads import FutureHeads
 from specroll.propose.proposer import HeadsProposer
-from specroll.types import Draft, Features, Request, RoundStats, SamplingParams, Tree, Verdict
+from specroll.types import Draft, Features, Request, RoundStats, SamplingParams, TargetOutput, Tree, Verdict
 
 NODES = 4
 """Nodes of each sequence in every round, whether they pay or not."""
@@ -55,14 +55,15 @@ class Both:
         self.seconds.append(seconds)
         return draft
 
-    def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
+    def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
         alone = replace(draft, trial_2S=None)
         if len(self.seconds) == 1:
             for proposer in (self._with, self._without):
                 for _ in range(SETTLING):
-                    proposer.observe(alone, tree, verdict)
+                    proposer.observe(alone, tree, verdict, out)
         _, (more, less) = self._both(
-            lambda: self._with.observe(draft, tree, verdict), lambda: self._without.observe(alone, tree, verdict)
+            lambda: self._with.observe(draft, tree, verdict, out),
+            lambda: self._without.observe(alone, tree, verdict, out),
         )
         proposing = self.seconds[-1]
         self.seconds[-1] = (proposing[0] + more, proposing[1] + less)

@@ -16,7 +16,7 @@ from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine
 from specroll.propose.heads import FutureHeads
 from specroll.propose.proposer import HeadsProposer
-from specroll.types import Draft, Features, Proposer, Tree, Verdict
+from specroll.types import Draft, Features, Proposer, TargetOutput, Tree, Verdict
 
 OPTIMAL = ("optimal", "random", "hostile")
 """The systems whose budget is the optimal rule: none of them may lose to plain decoding."""
@@ -39,7 +39,7 @@ class Hostile:
         draft = self._good.propose(features)
         return replace(draft, token_SKC=(draft.token_SKC + 1) % self._good.heads.vocab_size)
 
-    def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
+    def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
         """Nothing is learned from it."""
 
 

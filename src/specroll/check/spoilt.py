@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specroll.types import Completion, Draft, Features, Request, Tree, Verdict
+from specroll.types import Completion, Draft, Features, Request, TargetOutput, Tree, Verdict
 
 
 class SpoiltReplay:
@@ -30,7 +30,7 @@ class SpoiltReplay:
         hit_SKC = torch.tensor(self._hits, device=device).expand(token_SKC.shape)
         return Draft(token_SKC=token_SKC, score_SKC=hit_SKC.log(), hit_SKC=hit_SKC)
 
-    def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
+    def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
         """It has nothing to learn."""
 
     def _row(self, sample: int, position: int) -> list[list[int]]:

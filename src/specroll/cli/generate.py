@@ -48,7 +48,8 @@ class Options(ModelOptions, SamplingOptions):
     budget: BudgetRuleName = BudgetConfig().rule
     """optimal verifies as many of them as pay in each round; paper is the published rule, a baseline."""
     reflex: ReflexName = BudgetConfig().reflex
-    """associative: what the text holds already corrects what heads propose; off: heads alone."""
+    """associative: what the text holds already corrects what heads propose; hidden: past errors move the heads' states
+    (the published form); off: heads alone."""
     max_running: int = EngineConfig().max_running
     """Samples decoded together."""
     json: Path | None = None

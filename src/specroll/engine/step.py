@@ -129,7 +129,7 @@ class Session:
         self._commit(tree, table(), out, gain, stats)
         watch.lap("commit")
         if draft is not None and self.proposer is not None:
-            self.proposer.observe(draft, tree, verdict)
+            self.proposer.observe(draft, tree, verdict, out)
             watch.lap("observe")
         return stats
 

@@ -2,7 +2,7 @@
 
 Teacher-forced: every position of a trajectory is the start of one round, grown and walked by the same code as a
 rollout's, with the tokens that were really drawn as the target's draws. No forward pass of the model is run. Reflex is
-at work as in a rollout, but for the prompts, which samples do not hold.
+at work as in a rollout, as far as the responses' texts go: prompts are not known, nor what rounds would have told it.
 
     P  positions    B  positions of one chunk    K  horizons    C  candidates    V  draft vocabulary
 """
@@ -155,7 +155,7 @@ class Judge:
         if recall is None:
             return
         for k in range(logits_BKV.shape[1]):
-            recall.correct_(logits_BKV[:, k])
+            recall.logits_(logits_BKV[:, k : k + 1])
             recall.follow(self.samples.token_P[ahead_BK[:, k]].to(logits_BKV.device))
 
     def _recall(self, proposer: HeadsProposer, position_B: Tensor) -> Recall | None:

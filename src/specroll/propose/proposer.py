@@ -24,8 +24,8 @@ from specroll.config import ReflexName, check_reflex
 from specroll.model.linear import pack
 from specroll.propose.heads import FutureHeads, rms_norm, unit
 from specroll.propose.readout import Readout, embed, output_layer
-from specroll.reflex import AssociativeMemory, Gate, Recall
-from specroll.types import Draft, Features, Tree, Verdict
+from specroll.reflex import Corrector, Recall, Setting, corrector
+from specroll.types import Draft, Features, TargetOutput, Tree, Verdict
 
 _SETTLED, _EVERY = 256, 4
 """After so many rounds only one in so many teaches the calibration: it costs as much as a tenth of a proposal."""
@@ -84,10 +84,11 @@ class HeadsProposer:
                 f"these heads are for a vocabulary of {heads.vocab_size} and width {heads.hidden_size}, the model has "
                 f"{model_sizes[0]} and {model_sizes[1]}: fit heads to this model"
             )
-        self.heads, self.model, self.ranking, self.candidates, self.reflex = heads, model, ranking, candidates, reflex
+        self.heads, self.model, self.ranking, self.candidates = heads, model, ranking, candidates
+        self.reflex: ReflexName = reflex
         self.horizons = heads.horizons
         self.version = 0
-        self.gate = Gate(heads.first_BFI.device)
+        self.corrector: Corrector | None = None
         self.calibrator = self._fresh_calibrator()
         self._take_over()
 
@@ -108,9 +109,17 @@ class HeadsProposer:
         vocabulary_V = self.heads.vocabulary_V
         self._readout = Readout.of(self.model, vocabulary_V)
         self._word_V = None if vocabulary_V is None else noise.token_words(vocabulary_V)
-        self._memory: AssociativeMemory | None = None
-        if self.reflex == "associative":
-            self._memory = AssociativeMemory(self.heads.vocab_size, vocabulary_V, self.heads.first_BFI.device)
+        setting = Setting(
+            self.horizons,
+            output_layer(self.model).weight.detach(),
+            vocabulary_V,
+            noisy=self.ranking == "noise",
+            along_path=self.heads.shares,
+        )
+        if self.corrector is None:
+            self.corrector = corrector(self.reflex, setting)
+        else:
+            self.corrector.refresh(setting)
         self._products: _Products | None = None
         self._rounds = 0  # observed since
 
@@ -124,14 +133,18 @@ class HeadsProposer:
     @torch.no_grad()
     def propose(self, features: Features) -> Draft:
         noisy = self.ranking == "noise" and features.sampling.temperature > 0
-        recall = None if features.past_SL is None else self.recall(features.past_SL, features.position_S)
+        recall = None if self.corrector is None else self.corrector.recall(features)
         noise_SKV = self._noise(features) if noisy else None
         best = self.best(features.hidden_SH, features.root_S, noise_SKV, recall, compare=self._teaches)
         return Draft(best.token_SKC, best.score_SKC, *self.calibrator.hit(best.score_SKC), best.trial_2S)
 
     def recall(self, past_SL: Tensor, position_S: Tensor) -> Recall | None:
-        """What the sequences' texts up to their roots have shown; None with Reflex off."""
-        return None if self._memory is None else self._memory.recall(past_SL, position_S, self.gate.open)
+        """What texts up to these places say by themselves; None where Reflex is off or needs more than texts."""
+        return None if self.corrector is None else self.corrector.of_texts(past_SL, position_S)
+
+    def measures(self) -> dict[str, float]:
+        """What Reflex does, for logs (`Corrector.measures`). Asks the device: between rollouts only."""
+        return {} if self.corrector is None else self.corrector.measures()
 
     @torch.no_grad()
     def best(
@@ -155,14 +168,17 @@ class HeadsProposer:
         for stage in self._stages():
             states_k = [self._step(products, k, state_SH, told_BSF) for k in range(stage.start, stage.stop)]
             state_SkH = states_k[0][:, None] if len(states_k) == 1 else torch.stack(states_k, dim=1)
-            score_SkV = self._readout.finish(products.readout(state_SkH))
+            if recall is not None:
+                state_SkH = recall.states(state_SkH, stage)
+            logits_SkV = self._readout.finish(products.readout(state_SkH))
             if recall is not None:
                 if compare and not found:
-                    trial_2S = self._trial(recall, score_SkV[:, 0], noise_SKV)
-                for ahead, score_SV in enumerate(score_SkV.unbind(1)):
-                    recall.correct_(score_SV, ahead)
-            score_SkV = self._ranked(score_SkV, noise_SKV, stage)
+                    trial_2S = self._trial(recall.compared(logits_SkV[:, 0]), noise_SKV)
+                logits_SkV = recall.logits_(logits_SkV)
+            score_SkV = self._ranked(logits_SkV, noise_SKV, stage)
             score_SkC, index_SkC = score_SkV.topk(min(self.candidates, score_SkV.shape[-1]), dim=-1)
+            if recall is not None:
+                recall.proposed(logits_SkV, index_SkC)
             found.append((index_SkC, score_SkC))
             if stage.stop < self.horizons:
                 best_S = index_SkC[:, 0, 0]
@@ -172,9 +188,10 @@ class HeadsProposer:
         index_SKC, score_SKC = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
         return Best(self._token(index_SKC), score_SKC, trial_2S)
 
-    def _trial(self, recall: Recall, logits_SV: Tensor, noise_SKV: Tensor | None) -> Tensor:
-        """The first horizon's best candidates with all that Reflex has to say, and with nothing of it."""
-        both_2SV = torch.stack((recall.correct_(logits_SV.clone(), wholly=True), logits_SV))
+    def _trial(self, both_2SV: Tensor | None, noise_SKV: Tensor | None) -> Tensor | None:
+        """The first horizon's best candidates by two kinds of logits: with all that Reflex has to say, and without."""
+        if both_2SV is None:
+            return None
         return self._token(self._ranked(both_2SV[..., None, :], noise_SKV, slice(0, 1)).argmax(-1).squeeze(-1))
 
     def _ranked(self, logits_SkV: Tensor, noise_SKV: Tensor | None, stage: slice) -> Tensor:
@@ -211,13 +228,11 @@ class HeadsProposer:
         return [slice(0, self.horizons)]
 
     @torch.no_grad()
-    def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
+    def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
         if self._teaches:
             self.calibrator.observe(draft, tree, verdict)
-            if draft.trial_2S is not None:
-                own_S = torch.arange(draft.trial_2S.shape[1], device=draft.trial_2S.device)
-                root_S = torch.searchsorted(tree.sequence_N, own_S)  # rows are sorted by sequence, roots first
-                self.gate.observe(draft.trial_2S, verdict.draws.token_N[root_S])
+        if self.corrector is not None:
+            self.corrector.observe(draft, tree, verdict, out)
         self._rounds += 1
 
     def tally(self) -> list[list[float]]:

@@ -13,7 +13,7 @@ knows neither heads nor trees.
 
 Hidden states as keys (the target's own, or its cached values) were tried: with them hits were as often, no oftener.
 
-    S  sequences    L  places of prompt and response    V  draft vocabulary
+    S  sequences    L  places of prompt and response    k  horizons of a stage    V  draft vocabulary
 """
 
 from __future__ import annotations
@@ -22,12 +22,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specroll.reflex.corrector import Setting
+from specroll.reflex.gate import Gate
+from specroll.types import Draft, Features, TargetOutput, Tree, Verdict
+
 STRENGTH = 7.0
 """lambda, in nats."""
 RESERVE = 20.0
 """w_0: how much similarity it takes for half of the strength."""
 AGREEMENT = (40.0, 200.0, 1000.0)
 """b_n for one, two and three tokens that agree."""
+
+
+class AssociativeReflex:
+    """The `Corrector` of that form: the memory, and one gate for all sequences."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.gate = Gate(setting.row_VH.device)
+        self.refresh(setting)
+
+    def refresh(self, setting: Setting) -> None:
+        """What the gate has learned stays."""
+        row_VH = setting.row_VH
+        self._memory = AssociativeMemory(row_VH.shape[0], setting.vocabulary_U, row_VH.device)
+
+    def recall(self, features: Features) -> AssociativeRecall | None:
+        return None if features.past_SL is None else self.of_texts(features.past_SL, features.position_S)
+
+    def of_texts(self, past_SL: Tensor, position_S: Tensor) -> AssociativeRecall:
+        return self._memory.recall(past_SL, position_S, self.gate.open)
+
+    def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None) -> None:
+        if draft.trial_2S is None:
+            return
+        own_S = torch.arange(draft.trial_2S.shape[1], device=draft.trial_2S.device)
+        root_S = torch.searchsorted(tree.sequence_N, own_S)  # rows are sorted by sequence, roots first
+        self.gate.observe(draft.trial_2S, verdict.draws.token_N[root_S])
+
+    def measures(self) -> dict[str, float]:
+        """`reflex_open`: 1 while it corrects, 0 while the gate is shut."""
+        return {"reflex_open": float(self.gate.open)}
 
 
 class AssociativeMemory:
@@ -44,15 +78,15 @@ class AssociativeMemory:
         self.weight_X = torch.tensor([1.0, *AGREEMENT], device=device).cumsum(0)  # w_j, by tokens that agree
         self.longer_X = torch.arange(1, len(AGREEMENT) + 2, device=device).clamp_(max=len(AGREEMENT))  # one more agrees
 
-    def recall(self, past_SL: Tensor, position_S: Tensor, share: Tensor) -> Recall:
+    def recall(self, past_SL: Tensor, position_S: Tensor, share: Tensor) -> AssociativeRecall:
         """What the sequences' tokens up to their roots at `position_S` say; the path is the root so far.
 
         `share`, a scalar in [0, 1], is how much of it counts (`Gate.open`).
         """
-        return Recall(self, past_SL, position_S, share)
+        return AssociativeRecall(self, past_SL, position_S, share)
 
 
-class Recall:
+class AssociativeRecall:
     """One round's corrections, along the path that is being drafted."""
 
     def __init__(self, memory: AssociativeMemory, past_SL: Tensor, position_S: Tensor, share: Tensor) -> None:
@@ -89,3 +123,17 @@ class Recall:
         total_S1 = weight_SL.sum(1, keepdim=True).add_(RESERVE)
         worth_SL = self._whole_SL if wholly else self._worth_SL
         return logits_SV.scatter_add_(1, self._slot_SL, weight_SL.mul_(worth_SL).div_(total_S1))
+
+    def states(self, state_SkH: Tensor, stage: slice) -> Tensor:
+        return state_SkH  # it knows tokens only
+
+    def logits_(self, logits_SkV: Tensor) -> Tensor:
+        for ahead, logits_SV in enumerate(logits_SkV.unbind(1)):
+            self.correct_(logits_SV, ahead)
+        return logits_SkV
+
+    def compared(self, logits_SV: Tensor) -> Tensor:
+        return torch.stack((self.correct_(logits_SV.clone(), wholly=True), logits_SV))
+
+    def proposed(self, logits_SkV: Tensor, slot_SkC: Tensor) -> None:
+        """What comes of it is seen in the text."""

@@ -57,9 +57,9 @@ class SpecRollout:
     The trainer's logs gain `specroll/tokens_per_second`, `specroll/tokens_per_round` and `specroll/acceptance`; where
     proposals were verified `specroll/acceptance_1`, `_2`, ...: the share of sequences, over the rounds that verified
     any, whose next 1, 2, ... tokens were all drawn as proposed; where heads propose `specroll/reflex_open` (1 while
-    Reflex corrects them, 0 while its gate is shut) and `specroll/alarm` (1 while hardly anything that they propose is
-    accepted, see `engine.alarm`); where heads have learned `specroll/learning_seconds` and `specroll/heads_version`;
-    and where they were watched those of `SlowPath.measures` (docs/commands.md).
+    Reflex corrects them, 0 while its gate is shut) and what else it measures, and `specroll/alarm` (1 while hardly
+    anything that they propose is accepted, see `engine.alarm`); where heads have learned `specroll/learning_seconds`
+    and `specroll/heads_version`; and where they were watched those of `SlowPath.measures` (docs/commands.md).
     """
 
     def __init__(
@@ -113,10 +113,12 @@ class SpecRollout:
         self.seconds += time.perf_counter() - started
         self.latest = rollout
         _log(rollout, engine, trainer, mode)
-        if isinstance(engine.proposer, HeadsProposer) and engine.proposer.reflex != "off":
-            trainer._metrics[mode]["specroll/reflex_open"].append(float(engine.proposer.gate.open))
+        metrics = trainer._metrics[mode]
+        if isinstance(engine.proposer, HeadsProposer):
+            for name, value in engine.proposer.measures().items():
+                metrics[f"specroll/{name}"].append(value)
         if engine.proposer is not None:
-            trainer._metrics[mode]["specroll/alarm"].append(float(engine.alarm.raised))
+            metrics["specroll/alarm"].append(float(engine.alarm.raised))
         if mode == "train":
             self._learn(engine, rollout, trainer)
         return {

@@ -10,6 +10,7 @@ from specroll.config import HeadsConfig
 from specroll.propose.heads import FutureHeads
 from specroll.propose.proposer import HeadsProposer
 from specroll.reflex import Gate
+from specroll.reflex.associative import AssociativeReflex
 from specroll.sampling import draw
 from specroll.tree.grow import grow
 from specroll.types import Features, SamplingParams
@@ -72,6 +73,8 @@ def test_a_proposer_corrects_only_where_that_helps() -> None:
         model.lm_head.weight.copy_(torch.eye(vocab))
     heads = FutureHeads.for_model(model, HeadsConfig(horizons=1, sees="state"))
     proposer, sampling, sample_S = HeadsProposer(heads, model), SamplingParams(temperature=1.0, seed=4), torch.arange(8)
+    assert isinstance(proposer.corrector, AssociativeReflex)
+    gate = proposer.corrector.gate
 
     def hits(repeats: bool) -> list[int]:
         found = []
@@ -94,8 +97,8 @@ def test_a_proposer_corrects_only_where_that_helps() -> None:
         return found
 
     alone = hits(repeats=False)
-    assert proposer.gate.open == 0
+    assert gate.open == 0
     assert sum(alone[:10]) < sum(alone[-10:]) == 80  # as without Reflex: the noise tells the draw
     helped = hits(repeats=True)
-    assert proposer.gate.open == 1
+    assert gate.open == 1
     assert sum(helped[-10:]) > 60 > 2 * sum(helped[:10])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from grpo import PROMPTS, SPECULATE, grpo_trainer, some_heads
 
-from specroll.config import BudgetConfig, EngineConfig
+from specroll.config import BudgetConfig, EngineConfig, ReflexName
 from specroll.engine import Rollout
 from specroll.train.rollout import SpecRollout, _log, sample_name, tempered_logps
 from specroll.train.terms import sampling_of, tokenize, unwrapped
@@ -173,11 +173,13 @@ def test_a_resumed_run_draws_what_the_first_one_drew(trainer: Any) -> None:
         assert completions_of(first, prompts, trainer, step=2) == completions_of(again, prompts, trainer, step=2)
 
 
-def test_speculation_changes_no_token(trainer: Any) -> None:
+@pytest.mark.parametrize(("reflex", "told"), [("associative", "reflex_open"), ("hidden", "reflex_matured")])
+def test_speculation_changes_no_token(trainer: Any, reflex: ReflexName, told: str) -> None:
     prompts = [p for p in PROMPTS[:3] for _ in range(4)]
     plain = SpecRollout(None)(prompts, stand_in(trainer))
-    speculating = SpecRollout(some_heads(), budget=BudgetConfig(**SPECULATE))
+    speculating = SpecRollout(some_heads(), budget=BudgetConfig(**SPECULATE, reflex=reflex))
     spec = speculating(prompts, stand_in(trainer))
+    assert trainer._metrics["train"][f"specroll/{told}"][-1] > 0
     assert trainer._metrics["train"]["specroll/acceptance"][-1] > 0
     assert plain["completion_ids"] == spec["completion_ids"]
     for expected, found in zip(plain["logprobs"], spec["logprobs"], strict=True):
