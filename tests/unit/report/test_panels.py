@@ -67,9 +67,11 @@ def test_a_smooth_line_runs_over_many_points_that_stay() -> None:
 
 
 def test_what_is_smooth_breaks_off_behind_a_mark() -> None:
-    values = tuple(float(step > 70) for step in range(1, 101))
-    _, line, _ = drawn(panel(values=values, marks={"kept": [70]})).axes[0].lines
-    assert list(line.get_ydata()) == list(values)  # type: ignore[arg-type]
+    points = [(step, float(step > 370)) for step in range(301, 501, 2)]
+    series = [Series(key="a", points=points)]
+    axes = drawn(Panel(title="Reward", unit="share", series=series, marks={"kept": [370], "rolled back": []})).axes[0]
+    _, line, _ = axes.lines
+    assert list(line.get_ydata()) == [value for _, value in points]  # type: ignore[arg-type]
 
 
 def test_titles_of_a_row_are_at_one_height() -> None:

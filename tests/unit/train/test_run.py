@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from specroll.config import BudgetConfig, SlowConfig, TrainConfig
 from specroll.propose.store import HeadsFileError
+from specroll.report.history import panels_of, read_history
 from specroll.report.records import RunFolder
 from specroll.train.callback import StepRecords
 from specroll.train.run import resumed, rows_in_order, train
@@ -68,6 +69,10 @@ def test_an_interrupted_run_ends_like_one_that_was_not(
     for record in RunFolder(tmp_path / "cut").metrics():  # each step once, the wait for the resume in none
         assert record["step_time"] < record["wall_seconds"] < record["step_time"] + 30
     assert whole["logp_gap_max"] < 1e-4
+    history = read_history(tmp_path / "cut")
+    assert history.finished
+    drawn = {series.key for panel in panels_of(history) for series in panel.series}
+    assert {"reward", "generation_seconds", "other_seconds", "specroll/tokens_per_round"} <= drawn
 
 
 def test_a_demo_measures_what_it_shows(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
