@@ -19,6 +19,7 @@ from specroll.slow import cadence, cold, path
 from specroll.slow.cadence import Cadence
 from specroll.slow.consolidate import consolidate
 from specroll.slow.drift import DriftMonitor
+from specroll.slow.path import SlowPath
 from specroll.train.rollout import SAVED_HEADS, SpecRollout
 from specroll.train.trainer import SpecRollGRPOTrainer
 from tiny import PAD, tiny, tiny_tokenizer
@@ -330,6 +331,13 @@ def test_heads_that_stay_as_good_are_watched_and_left_alone(tmp_path: Path, monk
     trainer.train()
     logs = [log for log in trainer.state.log_history if "reward" in log]
     assert all("specroll/regret" in log and "specroll/refresh_kept" not in log for log in logs)
+    assert trainer.rollout.learner._tallied, "hits of the rollouts themselves are counted"
+    told: list[bool] = []
+    monkeypatch.setattr(SlowPath, "wants_more", property(lambda self: told.append(self.alarmed)))
+    for raised in (True, False):
+        trainer.rollout.engine.alarm.raised = raised
+        trainer.rollout(PROMPTS[:1] * 2, trainer)
+    assert told == [True, False]
     assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), some_heads().parameters(), strict=True))
 
 
