@@ -24,7 +24,7 @@ from tiny import tiny
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-RUNNING = 3
+RUNNING = 4
 NO_TASK: Any = Task("none", None, [], "boxed")  # type: ignore[arg-type]
 
 
@@ -36,7 +36,7 @@ def contest_of(
     trainer = grpo_trainer(
         folder,
         trainer_settings={"heads": None, "engine_config": engine_config, "peft_config": LORA},
-        **{"max_steps": 3, "max_completion_length": 14, **settings},
+        **{"max_steps": 3, "max_completion_length": 10, **settings},
     )
     made = systems(some_heads(), TrainConfig(slow_share=0.5), RUNNING)
     for system in made.values():  # speculate whatever it costs on this machine
@@ -51,7 +51,7 @@ def contest_of(
 def alone_in(folder: Path, **settings: Any) -> Any:
     """The same training with plain decoding alone, when it has ended."""
     alone = grpo_trainer(
-        folder, trainer_settings={"heads": None, "peft_config": LORA}, **{"max_completion_length": 14, **settings}
+        folder, trainer_settings={"heads": None, "peft_config": LORA}, **{"max_completion_length": 10, **settings}
     )
     alone.train()
     return alone
