@@ -97,9 +97,10 @@ def test_what_the_slow_path_does_is_timed_and_stays_with_its_systems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(path, "WINDOW", 8)
+    monkeypatch.setattr(path, "TAUGHT", 1)
     monkeypatch.setattr(cadence, "EVERY", 1)
     monkeypatch.setattr(DriftMonitor, "degraded_K", property(lambda self: [True] * self.horizons))
-    monkeypatch.setattr(Cadence, "may_record", lambda self, urgent: True)
+    monkeypatch.setattr(Cadence, "may_record", lambda self, urgent, update_seconds: True)
     monkeypatch.setattr(Cadence, "updates", lambda self, seconds: 2)
     trainer, contest, steps = contest_of(tmp_path)
     trainer.train()

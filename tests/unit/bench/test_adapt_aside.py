@@ -16,6 +16,7 @@ from specroll.engine import Engine
 from specroll.propose import proposer
 from specroll.propose.judge import Judge
 from specroll.propose.proposer import HeadsProposer
+from specroll.reflex.associative import AssociativeReflex
 from specroll.slow.drift import BASELINE, DriftMonitor, Window
 from specroll.types import Features, Request, RoundStats, SamplingParams
 from tiny import tiny, tiny_heads
@@ -42,17 +43,17 @@ def test_both_propose_and_the_one_with_reflex_counts() -> None:
 
 
 def test_only_what_reflex_adds_is_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    recall, noise = HeadsProposer.recall, HeadsProposer._noise
+    recall, noise = AssociativeReflex.recall, HeadsProposer._noise
 
-    def slow_recall(self: HeadsProposer, *args: Any) -> Any:
-        time.sleep(0.004 if self.reflex != "off" else 0.0)
+    def slow_recall(self: AssociativeReflex, *args: Any) -> Any:
+        time.sleep(0.004)
         return recall(self, *args)
 
     def slow_noise(self: HeadsProposer, *args: Any) -> Any:
         time.sleep(0.004)
         return noise(self, *args)
 
-    monkeypatch.setattr(HeadsProposer, "recall", slow_recall)
+    monkeypatch.setattr(AssociativeReflex, "recall", slow_recall)
     monkeypatch.setattr(HeadsProposer, "_noise", slow_noise)
     repeats: list[int] = []
     found = reflex_cost(tiny("llama"), tiny_heads(), PROMPTS, SAMPLING, running=2, repeats=1, on_repeat=repeats.append)

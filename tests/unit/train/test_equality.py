@@ -47,8 +47,9 @@ def busy_slow_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold, "LAST", 4 * RESPONSES)
     monkeypatch.setattr(cadence, "EVERY", 1)
     monkeypatch.setattr(path, "WINDOW", 8)
+    monkeypatch.setattr(path, "TAUGHT", 1)
     monkeypatch.setattr(DriftMonitor, "degraded_K", property(lambda self: [True] * self.horizons))
-    monkeypatch.setattr(Cadence, "may_record", lambda self, urgent: True)
+    monkeypatch.setattr(Cadence, "may_record", lambda self, urgent, update_seconds: True)
     monkeypatch.setattr(Cadence, "updates", lambda self, seconds: 4 if self.rollouts % 4 == 0 else 0)
 
 
