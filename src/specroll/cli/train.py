@@ -30,10 +30,14 @@ def main(options: Options) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from specroll.report.records import to_json
-    from specroll.train.run import train
+    from specroll.train.resume import resumed
 
     check_writable(options.json)
     config = TrainConfig(**{field.name: getattr(options, field.name) for field in fields(TrainConfig)})
+    if options.resume is not None:
+        resumed(config, options.resume)  # its errors come before PyTorch is loaded, which takes a while
+    from specroll.train.run import train
+
     summary = train(config, resume=options.resume, command="specroll " + " ".join(sys.argv[1:]))
     if options.json is not None:
         options.json.write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
