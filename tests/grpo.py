@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from specroll.propose.heads import FutureHeads
+from specroll.slow import cadence, path
+from specroll.slow.cadence import Cadence
+from specroll.slow.drift import DriftMonitor
 from specroll.train.trainer import SpecRollGRPOTrainer
 from tiny import tiny, tiny_tokenizer
 
@@ -117,3 +121,13 @@ def grpo_trainer(
     )
     trainer.notes = notes
     return trainer
+
+
+def watch_at_once(monkeypatch: pytest.MonkeyPatch, *, degraded: bool = True, updates: int = 4) -> None:
+    """Every rollout is recorded and makes a window; heads have got worse, or not, and may be taught so much."""
+    monkeypatch.setattr(cadence, "EVERY", 1)
+    monkeypatch.setattr(path, "WINDOW", 8)
+    monkeypatch.setattr(path, "TAUGHT", 1)
+    monkeypatch.setattr(DriftMonitor, "degraded_K", property(lambda self: [degraded] * self.horizons))
+    monkeypatch.setattr(Cadence, "may_record", lambda self, urgent, update_seconds: True)
+    monkeypatch.setattr(Cadence, "updates", lambda self, seconds: updates)

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from grpo import SPECULATE, grpo_trainer, some_heads
+from grpo import SPECULATE, grpo_trainer, some_heads, watch_at_once
 from peft import LoraConfig
 
 from specroll.bench.adapt import SETTINGS, Contest, Shift, _Steps, systems
 from specroll.config import BudgetConfig, EngineConfig, TrainConfig
-from specroll.slow import cadence, path
-from specroll.slow.cadence import Cadence
-from specroll.slow.drift import DriftMonitor
 from specroll.train.data import Task
 from specroll.train.rollout import SpecRollout
 from tiny import tiny
@@ -96,12 +93,7 @@ def check_apart(contest: Contest) -> None:
 def test_what_the_slow_path_does_is_timed_and_stays_with_its_systems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(path, "WINDOW", 8)
-    monkeypatch.setattr(path, "TAUGHT", 1)
-    monkeypatch.setattr(cadence, "EVERY", 1)
-    monkeypatch.setattr(DriftMonitor, "degraded_K", property(lambda self: [True] * self.horizons))
-    monkeypatch.setattr(Cadence, "may_record", lambda self, urgent, update_seconds: True)
-    monkeypatch.setattr(Cadence, "updates", lambda self, seconds: 2)
+    watch_at_once(monkeypatch, updates=2)
     trainer, contest, steps = contest_of(tmp_path)
     trainer.train()
     last = steps[-1]["systems"]

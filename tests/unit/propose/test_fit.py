@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from markov import VOCAB, markov_model, responses
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import specroll.propose.fit as fit_module
 from specroll.config import HeadsConfig, HeadsSee
@@ -18,44 +19,14 @@ from specroll.propose.proposer import HeadsProposer, add_noise
 from specroll.propose.samples import Samples
 from specroll.types import Trajectory
 
-VOCAB = 24
-
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).eval()
+    return markov_model()
 
 
 def world(count: int = 40, length: int = 30, seed: int = 0) -> list[Trajectory]:
-    """A Markov chain over 12 tokens: the root decides the law of the next token, the hidden state tells nothing."""
-    generator = torch.Generator().manual_seed(seed)
-    successor_V = torch.randperm(12, generator=torch.Generator().manual_seed(99))
-    law_VV = torch.full((12, 12), 0.2 / 11)
-    law_VV[torch.arange(12), successor_V] = 0.8
-    trajectories = []
-    for _ in range(count):
-        tokens = [int(torch.randint(12, (1,), generator=generator))]
-        while len(tokens) < length:
-            tokens.append(int(torch.multinomial(law_VV[tokens[-1]], 1, generator=generator)))
-        previous_T = torch.tensor([tokens[0], *tokens[:-1]])
-        trajectories.append(
-            Trajectory(
-                hidden_TH=torch.randn(length, 16, generator=generator).bfloat16(),
-                token_T=torch.tensor(tokens),
-                top_token_TC=torch.arange(12).expand(length, -1),
-                top_logp_TC=law_VV[previous_T].log(),
-            )
-        )
-    return trajectories
+    return responses(seed, 99, count=count, length=length)
 
 
 def run(model: LlamaForCausalLM, heads: FutureHeads, **changes: object) -> FitReport:

@@ -32,7 +32,8 @@ def test_every_format(tmp_path: Path, suffix: str, start: bytes) -> None:
 
 def test_a_picture_of_vectors_is_well_formed(tmp_path: Path) -> None:
     draw_panels(tmp_path / "a.svg", [panel(), panel("Regret")], title="run", x_label="step")
-    ElementTree.parse(tmp_path / "a.svg")
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    assert root.tag.endswith("svg") and len(list(root.iter("{http://www.w3.org/2000/svg}path"))) > 4
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from markov import LETTERS, markov_model, responses
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from specroll.config import HeadsConfig, SlowConfig
 from specroll.propose.fit import fit
@@ -22,49 +24,14 @@ from specroll.slow.drift import BASELINE, SUSTAINED
 from specroll.slow.path import SlowPath
 from specroll.types import Trajectory
 
-VOCAB, LETTERS, COUNT, LENGTH = 24, 12, 20, 30
+COUNT, LENGTH = 20, 30
 LONG = 1000.0  # seconds of a rollout: nothing is too dear
+rollout = partial(responses, count=COUNT, length=LENGTH)
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def law_of(chain: int) -> Tensor:
-    successor_V = torch.randperm(LETTERS, generator=torch.Generator().manual_seed(chain))
-    law_VV = torch.full((LETTERS, LETTERS), 0.2 / (LETTERS - 1))
-    law_VV[torch.arange(LETTERS), successor_V] = 0.8
-    return law_VV
-
-
-def rollout(seed: int, chain: int, told: int | None = None, count: int = COUNT) -> list[Trajectory]:
-    """Responses of a Markov chain; the laws that are recorded are those of the chain `told`, if another."""
-    generator = torch.Generator().manual_seed(seed)
-    law_VV, told_VV = law_of(chain), law_of(chain if told is None else told)
-    trajectories = []
-    for _ in range(count):
-        tokens = [int(torch.randint(LETTERS, (1,), generator=generator))]
-        while len(tokens) < LENGTH:
-            tokens.append(int(torch.multinomial(law_VV[tokens[-1]], 1, generator=generator)))
-        trajectories.append(
-            Trajectory(
-                hidden_TH=torch.randn(LENGTH, 16, generator=generator).bfloat16(),
-                token_T=torch.tensor(tokens),
-                top_token_TC=torch.arange(LETTERS).expand(LENGTH, -1),
-                top_logp_TC=told_VV[torch.tensor([tokens[0], *tokens[:-1]])].log(),
-            )
-        )
-    return trajectories
+    return markov_model()
 
 
 @pytest.fixture(scope="module")

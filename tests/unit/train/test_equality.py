@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from grpo import PROMPTS, SPECULATE, grpo_trainer
+from grpo import PROMPTS, SPECULATE, grpo_trainer, watch_at_once
 
 from specroll.config import BudgetConfig
-from specroll.slow import cadence, cold, path
+from specroll.slow import cold
 from specroll.slow.cadence import Cadence
-from specroll.slow.drift import DriftMonitor
 from tiny import tiny
 
 # transformers warns of its own renaming of gradient checkpointing.
@@ -45,11 +44,7 @@ def busy_slow_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads learn from the first step's responses, and are watched and taught again in later ones."""
     monkeypatch.setattr(cold, "FIRST", RESPONSES)
     monkeypatch.setattr(cold, "LAST", 4 * RESPONSES)
-    monkeypatch.setattr(cadence, "EVERY", 1)
-    monkeypatch.setattr(path, "WINDOW", 8)
-    monkeypatch.setattr(path, "TAUGHT", 1)
-    monkeypatch.setattr(DriftMonitor, "degraded_K", property(lambda self: [True] * self.horizons))
-    monkeypatch.setattr(Cadence, "may_record", lambda self, urgent, update_seconds: True)
+    watch_at_once(monkeypatch)
     monkeypatch.setattr(Cadence, "updates", lambda self, seconds: 4 if self.rollouts % 4 == 0 else 0)
 
 

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from grpo import PROMPTS, SPECULATE, NotingPlainTrainer, grpo_args, grpo_trainer, letters, rows, some_heads
+from grpo import (
+    PROMPTS,
+    SPECULATE,
+    NotingPlainTrainer,
+    grpo_args,
+    grpo_trainer,
+    letters,
+    rows,
+    some_heads,
+    watch_at_once,
+)
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOTrainer
@@ -15,10 +25,8 @@ from trl import GRPOTrainer
 from specroll.config import BudgetConfig, EngineConfig, SlowConfig
 from specroll.report.history import DRIFT_SCORE, GAP_MAX, GAP_MEAN, LEARNING_SECONDS, REFLEX_OPEN, REFRESH_KEPT, REGRET
 from specroll.report.live import GENERATION_SHARE, REWARD, STEP_SECONDS
-from specroll.slow import cadence, cold, path
-from specroll.slow.cadence import Cadence
+from specroll.slow import cold, path
 from specroll.slow.consolidate import consolidate
-from specroll.slow.drift import DriftMonitor
 from specroll.slow.path import SlowPath
 from specroll.train.rollout import SAVED_HEADS, SpecRollout
 from specroll.train.trainer import SpecRollGRPOTrainer
@@ -284,18 +292,6 @@ def test_our_trainer_does_not_frighten(tmp_path: Path) -> None:
         )
     assert issubclass(SpecRollGRPOTrainer, GRPOTrainer)
     assert tiny_tokenizer().pad_token_id == PAD
-
-
-def watch_at_once(monkeypatch: pytest.MonkeyPatch, degraded: bool) -> None:
-    """Every rollout is recorded and makes a window; heads have got worse, or not."""
-    monkeypatch.setattr(cadence, "GUESSED_RECORDING", 0.0)
-    monkeypatch.setattr(cadence, "EVERY", 1)
-    monkeypatch.setattr(cadence, "LEAST_UPDATES", 1)
-    monkeypatch.setattr(path, "WINDOW", 8)
-    monkeypatch.setattr(DriftMonitor, "degraded_K", property(lambda self: [degraded] * self.horizons))
-    monkeypatch.setattr(Cadence, "may_record", lambda self, urgent, update_seconds: True)
-    monkeypatch.setattr(Cadence, "updates", lambda self, seconds: 4)
-    monkeypatch.setattr(path, "TAUGHT", 1)
 
 
 def test_heads_that_are_given_are_watched_taught_and_kept_in_checkpoints(
