@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MambaConfig, SmolLM3Config
 
-from specroll.model import adapter, linear
+from specroll.model import adapter, linear, packing
 from specroll.model.adapter import plain_lora
 from specroll.model.attention import PromptPass, TreePass
 from specroll.model.joint import Joint, together
@@ -257,7 +257,7 @@ class TestJoint:
         assert len({layer for group in groups for layer in group}) == 7 * layers + 1 - 1
 
 
-@pytest.mark.skipif(not linear.packing_pays(), reason="this processor multiplies bfloat16 itself")
+@pytest.mark.skipif(not linear.packing_pays(), reason="this processor has no packed products")
 class TestPackedLinears:
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     @pytest.mark.parametrize("bug", [None, "parts exchanged"])
@@ -300,17 +300,39 @@ class TestPackedLinears:
 
     def test_a_pack_is_the_product(self) -> None:
         weight = torch.randn(300, 400).bfloat16()
-        product = linear.pack(weight)
+        product = linear.pack(weight.float())
         assert product is not None
         x = torch.randn(3, 400)
         torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight.float()), rtol=1e-5, atol=1e-4)
-        assert product(x.bfloat16()).dtype == torch.bfloat16
+
+    @pytest.mark.parametrize("biased", [False, True])
+    @pytest.mark.parametrize("make", [packing.fbgemm, packing.onednn])
+    @pytest.mark.parametrize("rows", [(1,), (2, 3)])
+    def test_each_kind_is_the_product(self, make: packing.Packer, biased: bool, rows: tuple[int, ...]) -> None:
+        """Wherever it is used by itself: oneDNN emulates what the processor lacks."""
+        weight, x = torch.randn(300, 400).bfloat16(), torch.randn(*rows, 400).bfloat16()
+        bias = 9 * torch.randn(300).bfloat16() if biased else None
+        product = make(weight, bias, None)
+        assert product is not None
+        expected = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        assert product(x).dtype == torch.bfloat16
+        torch.testing.assert_close(product(x).float(), expected, rtol=1e-2, atol=2e-1)
+        proposing = make(weight.float(), bias, torch.bfloat16)
+        assert proposing is not None and proposing(x.float()).dtype == torch.float32
+        torch.testing.assert_close(proposing(x.float()), expected, rtol=1e-2, atol=2e-1)
+
+    def test_each_dtype_has_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for units, of_bfloat16 in ((True, packing.onednn), (False, packing.fbgemm)):
+            monkeypatch.setattr(packing, "multiplies_bfloat16", lambda device, units=units: units)
+            packing.packer.cache_clear()
+            assert packing.packer(torch.bfloat16) is of_bfloat16 and packing.packer(torch.float32) is packing.fbgemm
+        packing.packer.cache_clear()
 
     def test_weights_that_float16_cannot_hold_are_not_packed(self) -> None:
         assert linear.pack(torch.randn(300, 400)) is None
-        assert linear.pack(torch.randn(300, 400).bfloat16() * 1e5) is None
+        assert linear.pack((torch.randn(300, 400).bfloat16() * 1e5).float()) is None
         assert linear.pack(torch.full((300, 400), float("nan"))) is None
-        assert linear.pack(torch.randn(300, 400), exact=False) is not None
+        assert linear.pack(torch.randn(300, 400), rounded_to=torch.float32) is not None
 
     def test_a_changed_weight_is_packed_again(self) -> None:
         layer = torch.nn.Linear(400, 300, bias=False)

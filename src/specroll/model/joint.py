@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-Product = Callable[[Tensor], Tensor]
+from specroll.model.packing import Product
+
 Layer = TypeVar("Layer")
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

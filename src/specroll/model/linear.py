@@ -1,60 +1,41 @@
-"""Linear layers on CPUs without bfloat16 units: weights packed to float16 once, where that loses nothing.
+"""The linear layers of a model, packed for the length of a rollout (`packing`), siblings in one product (`joint`).
 
-PyTorch multiplies small batches by plain matrices poorly there: float32 products re-read twice the bytes, bfloat16 ones
-fall back to a loop that costs the same for every row. FBGEMM's packed float16 product (part of PyTorch) streams half
-the bytes and accumulates in float32. It is used only for weights that float16 holds to within 2^-25, i.e. below the
-rounding of float32's own accumulation: every bfloat16 weight of ordinary size. Other layers keep PyTorch's product.
+Layers whose weights have no pack keep PyTorch's product. The packs are a copy, refreshed where a weight has changed.
 """
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from specroll.model.adapter import plain_lora
-from specroll.model.joint import Joint, Product, together
+from specroll.model.joint import Joint, together
+from specroll.model.packing import Product, packer
 
 _Group = tuple[nn.Linear, ...]
 _Stamp = tuple[tuple[int, int], ...]
 
-_UNDERFLOW = 2.0**-25  # half of float16's smallest step: the error of a weight too small for it
 _SMALLEST = 1 << 16  # fewer weights than this are not worth a pack
 
 
-@cache
 def packing_pays() -> bool:
-    """Whether this CPU lacks bfloat16 units while PyTorch has FBGEMM's packed product for it."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return False
-    return "fbgemm" in torch.backends.quantized.supported_engines and not torch.cpu._is_avx512_bf16_supported()
+    """Whether this processor has packed products that are faster than PyTorch's ordinary ones."""
+    return packer(torch.float32) is not None
 
 
-def pack(weight: Tensor, bias: Tensor | None = None, *, exact: bool = True) -> Product | None:
+def pack(weight: Tensor, bias: Tensor | None = None, *, rounded_to: torch.dtype | None = None) -> Product | None:
     """A product `x [..., in] -> [..., out]` in x's dtype, with `weight [out, in]` packed, or None where it cannot be.
 
-    With `exact=False` the weights are rounded to float16 whatever they are, which is enough for proposals.
+    With `rounded_to` weights and what is multiplied may be rounded to that dtype, which is enough for proposals.
     """
-    if not packing_pays() or weight.device.type != "cpu" or weight.numel() < _SMALLEST:
+    make = packer(rounded_to or weight.dtype)
+    if make is None or weight.device.type != "cpu" or weight.numel() < _SMALLEST:
         return None
-    weight_f32 = weight.detach().float()
-    if exact:
-        error = (weight_f32.half().float() - weight_f32).abs().max()
-        if not error <= _UNDERFLOW:
-            return None
-    packed = torch.ops.quantized.linear_prepack_fp16(weight_f32, None if bias is None else bias.detach().float())
-
-    def product(x: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
-            return torch.ops.quantized.linear_dynamic_fp16(x, packed)
-        return torch.ops.quantized.linear_dynamic_fp16(x.float(), packed).to(x.dtype)
-
-    return product
+    return make(weight, bias, rounded_to)
 
 
 class PackedLinears:

@@ -96,6 +96,10 @@ class HeadsProposer:
     def fitted(self) -> bool:
         return self.heads.calibration_2PK is not None
 
+    @property
+    def reads_past(self) -> bool:
+        return self.corrector is not None
+
     def refresh(self) -> None:
         """Take over the model's present lm_head and the heads' present vocabulary and weights: a new version."""
         self._take_over()
@@ -291,7 +295,7 @@ def add_noise(logits_SKV: Tensor, noise_SKV: Tensor, sharpness_K: Tensor) -> Ten
 
 def _product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """float32 -> float32 product with a weight: packed where this CPU gains from it, else in the model's dtype."""
-    packed = pack(weight, bias, exact=False)
+    packed = pack(weight, bias, rounded_to=dtype)
     if packed is not None:
         return packed
     weight = weight.detach().to(dtype)

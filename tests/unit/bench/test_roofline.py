@@ -34,7 +34,7 @@ def test_every_layer_runs_once_a_pass_on_rows_of_its_own_width() -> None:
 def test_packed_layers_run_packed_and_siblings_together(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[int] = []
 
-    def pack(weight: torch.Tensor, bias: Any = None, *, exact: bool = True) -> Any:
+    def pack(weight: torch.Tensor, bias: Any = None, **others: Any) -> Any:
         def product(x: torch.Tensor) -> torch.Tensor:
             widths.append(weight.shape[0])
             return F.linear(x, weight, bias)
