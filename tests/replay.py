@@ -15,7 +15,7 @@ class Replay:
     `wrong_after[sample]`: from that many emitted tokens on, the continuation proposed for the sample is wrong as well.
     """
 
-    name, version, fitted = "replay", 0, False
+    name, version, fitted, reads_past = "replay", 0, False, False
 
     def __init__(
         self,

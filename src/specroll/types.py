@@ -186,6 +186,11 @@ class Proposer(Protocol):
         """Whether it was fitted to the policy's own samples: then it is tried at once, and else a little at first."""
         ...
 
+    @property
+    def reads_past(self) -> bool:
+        """Whether it looks at `Features.past_SL`, which is None where it does not."""
+        ...
+
     def propose(self, features: Features) -> Draft: ...
 
     def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from specroll.budget import FixedPlanner
 from specroll.config import BudgetConfig, EngineConfig, ReflexName
 from specroll.engine import Engine
+from specroll.engine.past import Past
 from specroll.propose.heads import FutureHeads
 from specroll.propose.proposer import HeadsProposer
 from specroll.reflex import hidden, memory
@@ -42,6 +43,7 @@ def engine_of(model: PreTrainedModel, proposer: HeadsProposer, slots: int) -> En
 class Watching(Replay):
     """Remembers the texts that it was shown, by sample."""
 
+    reads_past = True
     shown: list[tuple[int, list[int]]]
 
     def propose(self, features: Features) -> Draft:
@@ -74,6 +76,21 @@ def test_a_proposer_is_shown_each_sequences_own_text(slots: int, monkeypatch: py
     assert len(watching.shown) > 10
     for sample, text in watching.shown:
         assert text == whole[sample][: len(text)], sample
+
+
+def test_without_reflex_no_text_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off leaves no work of it in the round."""
+
+    def unwanted(self: Past, running: object) -> None:
+        raise AssertionError("nobody reads this")
+
+    monkeypatch.setattr(Past, "of", unwanted)
+    model = tiny("llama")
+    proposer = HeadsProposer(some_heads(model), model, reflex="off")
+    assert engine_of(model, proposer, 2).generate(requests(), SAMPLING).acceptance > 0.0
+    proposer = HeadsProposer(some_heads(model), model)
+    with pytest.raises(AssertionError, match="nobody reads this"):
+        engine_of(model, proposer, 2).generate(requests(), SAMPLING)
 
 
 @pytest.mark.parametrize("reflex", ["associative", "hidden"])

@@ -2,7 +2,7 @@
 
 A rollout with Reflex and one without cannot be compared for this: more is accepted in the one, so its rounds are fewer
 and others. Here both see the same features, one right after the other and in turns first. The table of past tokens,
-which the engine keeps for any proposer, is not counted.
+which the engine keeps for proposers that read it, is not counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 class Both:
     """A `types.Proposer`: proposes with Reflex, does the same again without, and keeps the `seconds` of both."""
 
-    name = "both"
+    name, reads_past = "both", True
 
     def __init__(self, heads: FutureHeads, model: PreTrainedModel) -> None:
         self._with, self._without = (HeadsProposer(heads, model, reflex=reflex) for reflex in (REFLEX, "off"))

@@ -33,7 +33,7 @@ class Hostile:
 
     def __init__(self, good: HeadsProposer) -> None:
         self._good = good
-        self.version, self.horizons, self.fitted = good.version, good.horizons, True
+        self.version, self.horizons, self.fitted, self.reads_past = good.version, good.horizons, True, good.reads_past
 
     def propose(self, features: Features) -> Draft:
         draft = self._good.propose(features)

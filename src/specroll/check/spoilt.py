@@ -16,7 +16,7 @@ class SpoiltReplay:
     So accepted paths of every depth and every kind of mismatch occur on any model; untrained heads cannot promise that.
     """
 
-    name, version, horizons, fitted = "spoilt replay", 0, 4, False
+    name, version, horizons, fitted, reads_past = "spoilt replay", 0, 4, False, False
     _hits = (0.55, 0.25, 0.1)  # what the ranks claim
 
     def __init__(self, requests: Sequence[Request], known: Sequence[Completion], vocab_size: int) -> None:

@@ -142,7 +142,9 @@ class Session:
         most = self.planner.nodes(running, context) if self.planner is not None else 0
         if not most or self.planner is None or self.proposer is None:
             return None, roots(features.root_S), None
-        draft = self.proposer.propose(replace(features, past_SL=self.past.of(self.scheduler.running)))
+        if self.proposer.reads_past:
+            features = replace(features, past_SL=self.past.of(self.scheduler.running))
+        draft = self.proposer.propose(features)
         ranked = rank(draft, features.root_S, most, self.planner.each)
         return draft, ranked.plant(self.planner.cut(running, ranked.gain)), ranked.gain
 
