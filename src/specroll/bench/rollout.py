@@ -35,6 +35,7 @@ PAIRS = (
     ("spec", "hf"),
     ("spec", "lean"),
     ("lean", "plain"),
+    ("hidden", "lean"),
     ("untrained", "plain"),
     ("optimal", "paper"),
     ("optimal", "plain"),
@@ -90,7 +91,7 @@ class Bench:
         self.engines = {"plain": Engine(model, tokenizer, config=EngineConfig(max_running=MAX_RUNNING))}
         proposers: dict[str, tuple[FutureHeads, ReflexName]] = {"untrained": (FutureHeads.for_model(model), REFLEX)}
         if heads is not None:
-            proposers |= {"spec": (heads, REFLEX), "lean": (heads, "off")}
+            proposers |= {"spec": (heads, REFLEX), "lean": (heads, "off"), "hidden": (heads, "hidden")}
         for name, (proposed, reflex) in proposers.items():
             self.engines[name] = Engine(
                 model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from specroll.cli.common import check_at_least
 from specroll.cli.measure import Work, WorkOptions, finish, head, load_work, measure
 from specroll.config import BudgetConfig, BudgetRuleName
 
@@ -13,6 +14,7 @@ PAIRS = (
     "spec_over_hf",
     "spec_over_lean",
     "lean_over_plain",
+    "hidden_over_lean",
     "untrained_over_plain",
 )
 
@@ -24,10 +26,17 @@ class Options(WorkOptions):
     Without --heads only untrained heads are measured (they must cost nothing); `specroll heads fit` makes fitted ones.
     """
 
-    systems: tuple[str, ...] = ("hf", "plain", "spec", "lean", "untrained")
-    """Which systems to time."""
+    systems: tuple[str, ...] = ("hf", "plain", "spec", "lean", "hidden", "untrained")
+    """Which systems to time: lean is without Reflex, hidden with its published form."""
     budget: BudgetRuleName = BudgetConfig().rule
     """optimal verifies as many nodes as pay in each round; paper is the published rule, a baseline."""
+    nodes: int | None = None
+    """So many nodes of each sequence in every round, whether they pay or not [the budget decides]."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nodes is not None:
+            check_at_least(1, nodes=self.nodes)
 
 
 def main(options: Options) -> int:
@@ -35,7 +44,7 @@ def main(options: Options) -> int:
 
     work = load_work(options)
     for engine in work.bench.engines.values():
-        engine.budget = replace(engine.budget, rule=options.budget)
+        engine.budget = replace(engine.budget, rule=options.budget, fixed_nodes=options.nodes)
     results = head(work)
     systems = work.systems(options.systems)
     if not systems:

@@ -7,18 +7,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from specroll.cli.bench_adapt_still import PROMPTS, Still, cold_start, false_triggers, reflex
 from specroll.cli.common import check_at_least, check_writable, quiet_loading
 from specroll.cli.measure import Results, TimingOptions, finish, go_through, head_of
 from specroll.config import SlowConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
     from specroll.bench.adapt import Experiment
     from specroll.cli.progress import Progress
-    from specroll.propose.heads import FutureHeads
 
 _SEED = "seed "
 
@@ -109,15 +107,6 @@ class Options(TimingOptions):
         )
 
 
-class _Still(NamedTuple):
-    """The policy as it is before it moves, for what is measured beside the trainings."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    heads: FutureHeads
-    prompts: list[tuple[int, ...]]
-
-
 def main(options: Options) -> int:
     # A measurement is made of local files; nobody is told of it.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -131,8 +120,9 @@ def main(options: Options) -> int:
         results: Results = head_of(still.model) | {"steps": options.steps, "seeds": options.seeds}
         results["settings"] = _settings(options)
         cells: dict[str, Callable[[Progress], Results]] = {
-            "reflex": partial(_reflex, options, still),
-            "still": partial(_false_triggers, options, still),
+            "reflex": partial(reflex, options, still),
+            "still": partial(false_triggers, options, still),
+            "cold": partial(cold_start, options, still),
         }
         for seed in range(options.seeds):
             cells[f"{_SEED}{seed}"] = partial(_train, options, experiment, seed, results["machine"])
@@ -151,11 +141,13 @@ def sum_up(cells: Results) -> Results:
         found["reflex_overhead"] = cells["reflex"]["share"]
     if "still" in cells:
         found["false_triggers_per_1000_windows"] = cells["still"]["per_1000"]
+    if "cold" in cells:
+        found["cold_start"] = cells["cold"]
     seeds = [cell["steps"] for name, cell in cells.items() if name.startswith(_SEED)]
     return found | figures(seeds) if seeds else found
 
 
-def _load(options: Options) -> tuple[_Still, Experiment]:
+def _load(options: Options) -> tuple[Still, Experiment]:
     """What the options name. Raises ValueError or OSError."""
     from specroll.bench.adapt import Experiment, Shift
     from specroll.build import encode
@@ -180,9 +172,9 @@ def _load(options: Options) -> tuple[_Still, Experiment]:
             raise ValueError(f"the tokenizer of {options.shift_to} is another one: its tokens would mean other texts")
         later = task if options.shift_task is None else load_task(options.shift_task, data_dir=options.data_dir)
         shift = Shift(options.first_shifted, other, later)
-    prompts = encode(tokenizer, list(task.dataset["prompt"][: 64 + 4 * options.prompts]))
+    prompts = encode(tokenizer, list(task.dataset["prompt"][: PROMPTS + 4 * options.prompts]))
     experiment = Experiment(config=options.training(), task=task, running=options.running, shift=shift)
-    return _Still(model, tokenizer, heads, prompts), experiment
+    return Still(model, tokenizer, heads, prompts), experiment
 
 
 def _settings(options: Options) -> Results:
@@ -190,45 +182,6 @@ def _settings(options: Options) -> Results:
     names = ("task", "prompts", "generations", "running", "tokens", "learning_rate", "slow_share", "max_nodes")
     shift = {"to": options.shift_to, "step": options.first_shifted, "task": options.shift_task or options.task}
     return {name: getattr(options, name) for name in names} | {"shift": shift if options.shift_to else None}
-
-
-def _reflex(options: Options, still: _Still, progress: Progress) -> Results:
-    from specroll.bench.adapt_reflex import reflex_cost
-    from specroll.types import SamplingParams
-
-    total = 1 + options.repeats
-    return reflex_cost(
-        still.model,
-        still.heads,
-        still.prompts,
-        SamplingParams(temperature=TrainConfig.temperature, top_p=TrainConfig.top_p),
-        running=options.running,
-        repeats=options.repeats,
-        on_repeat=lambda repeat: progress("cost of Reflex", repeat + 1, total),
-    )
-
-
-def _false_triggers(options: Options, still: _Still, progress: Progress) -> Results:
-    from specroll.bench.adapt_still import MONITORS, PROMPTS, false_triggers, pool_of
-    from specroll.engine import Engine
-    from specroll.types import Request, SamplingParams
-
-    count = max(PROMPTS, 4 * options.prompts)
-    prompts = [still.prompts[i % len(still.prompts)] for i in range(count) for _ in range(options.generations)]
-    requests = [Request(prompt_ids=p, sample=i, max_new_tokens=options.tokens) for i, p in enumerate(prompts)]
-    ended: list[int] = []
-
-    def on_completion(index: int, completion: Any) -> None:
-        ended.append(index)
-        progress("a still policy's responses", len(ended), len(requests))
-
-    engine = Engine(still.model, still.tokenizer)
-    sampling = SamplingParams(temperature=TrainConfig.temperature, top_p=TrainConfig.top_p)
-    _, trajectories = engine.record(requests, sampling, on_completion=on_completion)
-    engine.target.release()
-    pool = pool_of(still.model, still.heads, trajectories, options.generations)
-    watched = partial(progress, "monitors on a still policy", total=MONITORS)
-    return false_triggers(pool, still.heads.horizons, options.prompts, lambda number: watched(done=number + 1))
 
 
 def _train(options: Options, experiment: Experiment, seed: int, machine: Results, progress: Progress) -> Results:
@@ -282,6 +235,13 @@ def _show(name: str, cell: Results) -> None:
         )
     elif name == "still":
         print(f"A still policy: {cell['triggers']} triggers in {cell['windows']} windows", flush=True)
+    elif name == "cold":
+        last = cell["lessons"][-1]
+        print(
+            f"Untrained heads after {last['responses']} responses: {last['tokens_per_round']:.2f} tokens per round, "
+            f"fitted ones {cell['fitted']:.2f}",
+            flush=True,
+        )
     else:
         rewards = [step["reward"] for step in cell["steps"]]
         first, last = (sum(some) / len(some) for some in (rewards[:8], rewards[-8:]))

@@ -62,11 +62,13 @@ def test_every_engine_gets_the_budget_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def stop(self: Bench, *others: object) -> None:
-        raise ValueError(str({name: engine.budget.rule for name, engine in self.engines.items()}))
+        budgets = {name: (engine.budget.rule, engine.budget.fixed_nodes) for name, engine in self.engines.items()}
+        raise ValueError(str(budgets))
 
     monkeypatch.setattr(Bench, "run", stop)
-    assert "{'plain': 'paper', 'untrained': 'paper'}" in bench(*SMALL, "--budget", "paper").err
-    assert "{'plain': 'optimal', 'untrained': 'optimal'}" in bench(*SMALL).err
+    assert "{'plain': ('paper', None), 'untrained': ('paper', None)}" in bench(*SMALL, "--budget", "paper").err
+    assert "{'plain': ('optimal', None), 'untrained': ('optimal', None)}" in bench(*SMALL).err
+    assert "'untrained': ('optimal', 3)}" in bench(*SMALL, "--nodes", 3).err
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,8 @@ def test_every_engine_gets_the_budget_asked_for(
         (("--running", 0), "running must be at least 1"),
         (("--repeats", 0), "repeats must be at least 1"),
         (("--tokens", 0), "tokens must be at least 1"),
-        (("--systems", "plain", "vllm"), "systems are hf, plain, spec, lean, untrained; got vllm"),
+        (("--nodes", 0), "nodes must be at least 1"),
+        (("--systems", "plain", "vllm"), "systems are hf, plain, spec, lean, hidden, untrained; got vllm"),
         (("--batches", "8"), "PROMPTSxRESPONSES"),
         (("--running", "--batches"), "nothing to measure"),
     ],

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from specroll.bench import adapt, adapt_reflex, adapt_still
+from specroll.bench import adapt, adapt_cold, adapt_reflex, adapt_still
 from specroll.cli.bench_adapt import Options
 from specroll.propose.store import save_heads
 from specroll.report.records import RunFolder
+from specroll.slow import cold
 from tiny import tiny, tiny_heads, tiny_tokenizer
 
 pytestmark = [
@@ -24,7 +25,7 @@ pytestmark = [
 SYSTEMS = {"plain", "heads", "heads+reflex", "heads+slow", "full"}
 TOP = {
     "command", "machine", "complete", "steps", "seeds", "settings", "cells", "ablation", "over_heads", "over_plain",
-    "full_over", "reflex_overhead", "slow_overhead", "false_triggers_per_1000_windows",
+    "full_over", "reflex_overhead", "slow_overhead", "false_triggers_per_1000_windows", "cold_start",
 }  # fmt: skip
 
 
@@ -36,6 +37,11 @@ def bench(bench_command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(adapt_still, "WINDOWS", 4)
     monkeypatch.setattr(adapt_still, "WINDOW", 30)
     monkeypatch.setattr(adapt_still, "PROMPTS", 4)
+    monkeypatch.setattr(adapt_cold, "JUDGES", 2)
+    monkeypatch.setattr(adapt_cold, "RESPONSES", 4)
+    monkeypatch.setattr(cold, "LAST", 12)
+    monkeypatch.setattr(cold, "FIRST", 4)
+    monkeypatch.setattr(cold, "MOST_UPDATES", 2)
     monkeypatch.setattr("specroll.train.rewards._math_score", lambda text, gold: float(len(text) % 3))
     heads = save_heads(tiny_heads(), tmp_path / "heads", tiny("llama"))
     small = ("--steps", 2, "--seeds", 1, "--prompts", 2, "--generations", 2, "--running", 3, "--tokens", 9)
@@ -73,6 +79,9 @@ def test_the_documented_keys_are_there(bench: Callable, shifted: tuple[Any, ...]
     assert results["reflex_overhead"] == results["cells"]["reflex"]["share"]
     assert 0 <= results["slow_overhead"] < 1
     assert results["false_triggers_per_1000_windows"] == results["cells"]["still"]["per_1000"] >= 0
+    cold_start = results["cold_start"]
+    assert [lesson["responses"] for lesson in cold_start["lessons"]] == [0, 4, 8]
+    assert min(cold_start["fitted"], *(lesson["tokens_per_round"] for lesson in cold_start["lessons"])) >= 1
     steps = results["cells"]["seed 0"]["steps"]
     assert [(step["step"], step["shifted"]) for step in steps] == [(0, False), (1, True)]
     assert all(set(step["systems"]) == SYSTEMS and step["train_s"] > 0 and "reward" in step for step in steps)
@@ -110,7 +119,9 @@ def test_a_seed_that_was_whole_is_not_run_again(
         assert bench(*command).code == 130
     assert trained == [0, 1]
     before = json.loads(path.read_text())
-    assert not before["complete"] and set(before["cells"]) == {"reflex", "still", "seed 0"} and before["ablation"]
+    assert (
+        not before["complete"] and set(before["cells"]) == {"reflex", "still", "cold", "seed 0"} and before["ablation"]
+    )
     assert len(RunFolder(output / "seed-0").metrics()) == 2 and len(RunFolder(output / "seed-1").metrics()) == 1
     monkeypatch.setattr(adapt, "train", lambda *given: (trained.append(given[1]), real(*given)))
     done = bench(*command)
