@@ -11,8 +11,9 @@ Shape legend, used as suffixes everywhere in the package:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -190,4 +191,32 @@ class Proposer(Protocol):
 
     def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
         """`out`, the pass that the verdict is of, may be read but not kept; None where responses are only replayed."""
+        ...
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A proposer with a state of its own for every slot, which is told all that happens to slots, in plain rounds too.
+
+    Slot s is that of the s-th running sequence, as in `Features`. A proposer without these methods costs nothing here.
+    """
+
+    def begin(self, slots: int, length: int) -> None:
+        """A rollout begins, of at most `slots` sequences at once and `length` tokens each, proposed ones included."""
+        ...
+
+    def read(self, token_P: Sequence[int], hidden_PH: Tensor) -> Any:
+        """A prompt was run and left these last hidden states. What is returned goes to `admit` with all its group."""
+        ...
+
+    def admit(self, read: Any, root: int) -> None:
+        """The next slot goes to a response, whose first token is drawn, to a prompt that was `read`."""
+        ...
+
+    def keep(self, hidden_NH: Tensor, token_N: Tensor, counts: Sequence[int]) -> None:
+        """A round's kept rows, sequence by sequence, `counts` of each: the state that a row left, and what it drew."""
+        ...
+
+    def retire(self, source: Sequence[int]) -> None:
+        """Responses have ended: slot s now belongs to the sequence that was in slot `source[s]`, others are gone."""
         ...
