@@ -7,6 +7,7 @@ Shape legend, used as suffixes everywhere in the package:
     V  vocabulary                   H  hidden width
     K  horizons (heads)             C  candidates (of a horizon, or kept by truncation)
     T  tokens of one sequence       D  depth of a tree
+    M  nodes of a round or draft, before they are packed (roots not included)
 """
 
 from __future__ import annotations
@@ -130,11 +131,25 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
+class Branches:
+    """Explicit trees as a draft: row s holds nodes that may follow the root of `s`, in places 0 to M - 1.
+
+    `parent_SM` is the place of a node's parent in the same row, before its own, or -1 for a child of the root.
+    `hit_SM` is the calibrated probability that the target draws the node given that it drew the node's parent; where
+    it is 0 or not a number there is no node, nor any behind it. Children of one parent must have distinct tokens.
+    """
+
+    token_SM: Tensor  # int64
+    parent_SM: Tensor  # int64
+    hit_SM: Tensor  # float
+
+
+@dataclass(frozen=True, slots=True)
 class Tree:
     """Packed trees of all running sequences, sorted by sequence; row 0 of each sequence is its root.
 
     `parent_N` indexes the packed rows (a root is its own parent); `slot_N` counts rows inside a sequence from 0;
-    `rank_N` is the candidate's rank within its horizon (0 for roots).
+    `rank_N` says what the draft calls a node: its rank within its horizon, or its place in `Branches` (0 for roots).
     """
 
     token_N: Tensor
@@ -187,10 +202,13 @@ class Proposer(Protocol):
         """Whether it was fitted to the policy's own samples: then it is tried at once, and else a little at first."""
         ...
 
-    def propose(self, features: Features) -> Draft: ...
+    def propose(self, features: Features) -> Draft | Branches: ...
 
-    def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
-        """`out`, the pass that the verdict is of, may be read but not kept; None where responses are only replayed."""
+    def observe(self, draft: Any, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
+        """What became of `draft`, which it proposed itself, in the tree that was planted of it.
+
+        `out`, the pass that the verdict is of, may be read but not kept; None where responses are only replayed.
+        """
         ...
 
 

@@ -24,6 +24,7 @@ from specroll.model.target import HFTarget
 from specroll.sampling import draw, process
 from specroll.tree.grow import rank, roots
 from specroll.types import (
+    Branches,
     Completion,
     Draft,
     Features,
@@ -134,7 +135,7 @@ class Session:
             watch.lap("observe")
         return stats
 
-    def _propose(self, features: Features, context: int) -> tuple[Draft | None, Tree, list[float] | None]:
+    def _propose(self, features: Features, context: int) -> tuple[Draft | Branches | None, Tree, list[float] | None]:
         """The trees to verify: bare roots where speculation does not pay, which is plain decoding.
 
         `context` is what the pass will cost in attention: every sequence that of the longest one.
