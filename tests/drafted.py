@@ -24,7 +24,7 @@ PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (7, 8, 9, 10, 11, 12, 13, 14, 15, 16), (2
 QUICK = FastGRPOConfig(learning_rate=1e-2)
 
 
-def requests(tokens: int = 12, step: int = 3) -> list[Request]:
+def requests(tokens: int = 8, step: int = 2) -> list[Request]:
     return [Request(prompt_ids=p, sample=100 + i, max_new_tokens=tokens + step * i) for i, p in enumerate(PROMPTS)]
 
 
