@@ -9,7 +9,7 @@ import torch
 from drafted import SAMPLING, drafter_of, plain, requests, tokens_of
 from torch import nn
 
-from specroll.config import EngineConfig
+from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine, Rollout
 from specroll.rivals.fastgrpo import FastGRPO
 from specroll.rivals.rule import FastGRPORule
@@ -121,6 +121,18 @@ def test_more_sequences_than_capacity_decode_plainly(capacity: int) -> None:
     each = {r.running: r.proposed // r.running for r in rollout.rounds}
     assert each == {running: max(capacity // running - 1, 0) for running in each}
     assert each[6] == 0 and (each[1] > 0) == (capacity > 1)
+
+
+@pytest.mark.usefixtures("known_curve")
+@pytest.mark.parametrize("budget", [BudgetConfig(max_nodes=6), BudgetConfig(fixed_nodes=3)], ids=["optimal", "fixed"])
+def test_our_own_budget_takes_a_drafter_as_well(budget: BudgetConfig) -> None:
+    """It measures what drafting costs, for which the drafter has to follow made-up sequences first."""
+    model = plain("llama")[0]
+    rival = FastGRPO.for_model(model, drafter_of("llama", taught=True))
+    engine = Engine(model, proposer=rival.proposer, budget=budget, eos_ids=[])
+    rollout = engine.generate(requests(), SAMPLING)
+    assert tokens_of(rollout) == tokens_of(plain("llama")[1])
+    assert {r.proposed for r in rollout.rounds} > {0} or all(r.proposed == 3 * r.running for r in rollout.rounds)
 
 
 def test_memory_is_reckoned_by_the_rows_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,8 +52,10 @@ def draft(context: Context, run: Run, logits: Callable[[Tensor], Tensor], shape:
 
 def _likeliest(logits: Tensor, branches: int) -> tuple[Tensor, Tensor]:
     """The likeliest tokens' probabilities, in float64 and strictly inside (0, 1), and the tokens."""
-    probability, token = logits.float().softmax(-1).topk(branches, dim=-1)
-    return probability.double().nan_to_num(nan=0.0).clamp(_LEAST, _MOST), token
+    logits = logits.float()
+    best, token = logits.topk(branches, dim=-1)
+    probability = (best - logits.logsumexp(-1, keepdim=True)).double().exp()
+    return probability.nan_to_num(nan=0.0).clamp(_LEAST, _MOST), token
 
 
 class _Nodes:

@@ -33,6 +33,7 @@ class FastGRPOProposer:
 
     name = "fastgrpo"
     horizons = MOST_DEPTH
+    reads_past = False  # of texts: it has their states
     fitted = False  # however well it is taught, its confidences are no promises: nothing is to be measured by them
 
     def __init__(self, drafter: Drafter, model: PreTrainedModel, rule: FastGRPORule) -> None:
@@ -105,5 +106,5 @@ class FastGRPOProposer:
         same = self.model.dtype == torch.float32
         if self._stamp is None or not same:  # packs of the drafter itself follow its weights
             self._network = self.drafter if same else deepcopy(self.drafter).requires_grad_(False).to(self.model.dtype)
-            self._packed = PackedLinears(self._network, exact=False)
+            self._packed = PackedLinears(self._network, rounded_to=self.model.dtype)
         self._stamp = stamp
