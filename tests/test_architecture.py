@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reflex": _NOUNS,
     "propose": _PARTS | {"files", "reflex"},
     "slow": _NOUNS | {"files", "propose"},
+    "rivals": _PARTS | {"files", "propose"},
     "engine": _PARTS,
     "build": _ENGINE | {"propose"},
     "oracle": {"noise", "types"},  # the outside witness: the more of ours it used, the less it would prove

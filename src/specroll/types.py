@@ -7,12 +7,14 @@ Shape legend, used as suffixes everywhere in the package:
     V  vocabulary                   H  hidden width
     K  horizons (heads)             C  candidates (of a horizon, or kept by truncation)
     T  tokens of one sequence       D  depth of a tree
+    M  nodes of a round or draft, before they are packed (roots not included)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -129,11 +131,25 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
+class Branches:
+    """Explicit trees as a draft: row s holds nodes that may follow the root of `s`, in places 0 to M - 1.
+
+    `parent_SM` is the place of a node's parent in the same row, before its own, or -1 for a child of the root.
+    `hit_SM` is the calibrated probability that the target draws the node given that it drew the node's parent; where
+    it is 0 or not a number there is no node, nor any behind it. Children of one parent must have distinct tokens.
+    """
+
+    token_SM: Tensor  # int64
+    parent_SM: Tensor  # int64
+    hit_SM: Tensor  # float
+
+
+@dataclass(frozen=True, slots=True)
 class Tree:
     """Packed trees of all running sequences, sorted by sequence; row 0 of each sequence is its root.
 
     `parent_N` indexes the packed rows (a root is its own parent); `slot_N` counts rows inside a sequence from 0;
-    `rank_N` is the candidate's rank within its horizon (0 for roots).
+    `rank_N` says what the draft calls a node: its rank within its horizon, or its place in `Branches` (0 for roots).
     """
 
     token_N: Tensor
@@ -191,8 +207,39 @@ class Proposer(Protocol):
         """Whether it looks at `Features.past_SL`, which is None where it does not."""
         ...
 
-    def propose(self, features: Features) -> Draft: ...
+    def propose(self, features: Features) -> Draft | Branches: ...
 
-    def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
-        """`out`, the pass that the verdict is of, may be read but not kept; None where responses are only replayed."""
+    def observe(self, draft: Any, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
+        """What became of `draft`, which it proposed itself, in the tree that was planted of it.
+
+        `out`, the pass that the verdict is of, may be read but not kept; None where responses are only replayed.
+        """
+        ...
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A proposer with a state of its own for every slot, which is told all that happens to slots, in plain rounds too.
+
+    Slot s is that of the s-th running sequence, as in `Features`. A proposer without these methods costs nothing here.
+    """
+
+    def begin(self, slots: int, length: int) -> None:
+        """A rollout begins, of at most `slots` sequences at once and `length` tokens each, proposed ones included."""
+        ...
+
+    def read(self, token_P: Sequence[int], hidden_PH: Tensor) -> Any:
+        """A prompt was run and left these last hidden states. What is returned goes to `admit` with all its group."""
+        ...
+
+    def admit(self, read: Any, root: int) -> None:
+        """The next slot goes to a response, whose first token is drawn, to a prompt that was `read`."""
+        ...
+
+    def keep(self, hidden_NH: Tensor, token_N: Tensor, counts: Sequence[int]) -> None:
+        """A round's kept rows, sequence by sequence, `counts` of each: the state that a row left, and what it drew."""
+        ...
+
+    def retire(self, source: Sequence[int]) -> None:
+        """Responses have ended: slot s now belongs to the sequence that was in slot `source[s]`, others are gone."""
         ...

@@ -121,7 +121,7 @@ class Planner:
 
         `fitted`: the proposer knows the policy, so it is expected to be good until it shows what it is.
         """
-        self.each = config.max_nodes
+        self.most = self.each = config.max_nodes
         self._curve = curve
         self._context: float = BASE_CONTEXT
         self._propose = propose_seconds if callable(propose_seconds) else lambda running: propose_seconds

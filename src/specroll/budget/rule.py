@@ -18,8 +18,10 @@ class BudgetRule(Protocol):
     Per round: `nodes`, then `cut` if it allowed any, then `observe`, for plain rounds too.
     """
 
+    most: int
+    """Most nodes of one sequence in any round."""
     each: int
-    """Most nodes of one sequence, in the round that `nodes` was asked about last."""
+    """The same in the round that `nodes` was asked about last."""
 
     def nodes(self, running: int, context: float = BASE_CONTEXT) -> int:
         """Most nodes of the coming round, all `running` sequences together; 0 is a plain round.
@@ -56,7 +58,7 @@ class FixedPlanner:
     """The same number of nodes for every sequence in every round, for measurements and tests."""
 
     def __init__(self, each: int) -> None:
-        self.each = each
+        self.most = self.each = each
 
     def nodes(self, running: int, context: float = BASE_CONTEXT) -> int:
         return self.each * running
@@ -82,8 +84,8 @@ class PaperPlanner(FixedPlanner):
 
     def __init__(self, config: BudgetConfig, curve: LatencyCurve) -> None:
         super().__init__(config.max_nodes)
-        self._capacity, self._most = curve.capacity(), config.max_nodes
+        self._capacity = curve.capacity()
 
     def nodes(self, running: int, context: float = BASE_CONTEXT) -> int:
-        self.each = min(max(self._capacity // running, 1), self._most)
+        self.each = min(max(self._capacity // running, 1), self.most)
         return super().nodes(running, context)

@@ -64,17 +64,19 @@ class Engine:
         proposer: Proposer | None = None,
         config: EngineConfig = EngineConfig(),
         budget: BudgetConfig = BudgetConfig(),
+        rule: BudgetRule | None = None,
         eos_ids: Sequence[int] | None = None,
     ) -> None:
         """`model`: a transformers causal LM or a PEFT model around one. Stop strings and text need the `tokenizer`.
 
+        `rule` decides each round's nodes in place of what `budget` says, by the number of running sequences alone.
         `eos_ids` defaults to the model's generation config. Raises `UnsupportedModelError` for a model that cannot be
         run exactly.
         """
         self.target = HFTarget(model)
         self.tokenizer = tokenizer
         self.proposer = proposer
-        self.config, self.budget = config, budget
+        self.config, self.budget, self.rule = config, budget, rule
         self.eos_ids = frozenset(_eos_ids(self.target, tokenizer) if eos_ids is None else eos_ids)
         self.policy_version = 0
         self.history = LengthHistory()
@@ -182,10 +184,14 @@ class Engine:
         cache = self.target.cache
         if cache is None or not cache.holds(slots, length):
             row_bytes = self.target.vocab_size * 4 * _COPIES_OF_LOGITS
+            if self.rule is not None:  # sequences share its nodes
+                rows = -(-max(n + self.rule.nodes(n) for n in range(1, slots + 1)) // slots)
             check_fits(self.target.cache_shape, slots, length, row_bytes, rows)
             self.target.reserve(slots, length)
 
     def _most_nodes(self) -> int:
+        if self.rule is not None:
+            return self.rule.most
         fixed = self.budget.fixed_nodes
         return self.budget.max_nodes if fixed is None else fixed
 
@@ -204,6 +210,8 @@ class Engine:
 
     def _new_planner(self, proposer: Proposer, sampling: SamplingParams) -> BudgetRule:
         budget, target = self.budget, self.target
+        if self.rule is not None:
+            return self.rule
         if budget.fixed_nodes is not None:
             return FixedPlanner(budget.fixed_nodes)
         curve = latency_curve(target, sampling)

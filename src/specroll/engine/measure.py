@@ -18,7 +18,7 @@ from specroll.model.cache import SlotCache
 from specroll.model.target import HFTarget
 from specroll.sampling import draw
 from specroll.tree.grow import grow
-from specroll.types import Features, Proposer, SamplingParams, TargetOutput, Tree
+from specroll.types import Features, Follower, Proposer, SamplingParams, TargetOutput, Tree
 
 _MOST_ROWS = 128
 _ROWS_PER_TREE = 4
@@ -76,12 +76,20 @@ def _least_propose(target: HFTarget, proposer: Proposer, sampling: SamplingParam
     past = torch.arange(running * BASE_CONTEXT, device=target.device).view(running, -1) % target.vocab_size
     position = torch.full_like(index, BASE_CONTEXT - 1)
     features = Features(hidden, past[:, -1], index, position, sampling, past)
+    follower = proposer if isinstance(proposer, Follower) else None
+    if follower is not None:
+        follower.begin(running, 2 * BASE_CONTEXT)
+        read = follower.read(past[0, :-1].tolist(), hidden[:1].expand(BASE_CONTEXT - 1, -1))
+        for root in features.root_S.tolist():
+            follower.admit(read, root)
     times = []
     for _ in range(1 + _PROPOSE_REPEATS):
         start = time.perf_counter()
         grow(proposer.propose(features), features.root_S, _PROPOSE_NODES)
         wait(target.device)
         times.append(time.perf_counter() - start)
+        if follower is not None:
+            follower.keep(hidden, features.root_S, [1] * running)
     return statistics.median(times[1:])  # the first one prepares weights
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -73,6 +74,8 @@ class PromptState:
     logits_V: Tensor
     hidden_H: Tensor
     waiting: int
+    read: Any = None
+    """What a proposer that follows made of it (`types.Follower.read`)."""
 
 
 class Scheduler:
@@ -120,8 +123,8 @@ class Scheduler:
             wave.append(self._waiting.pop())
         return wave, list(fresh)
 
-    def keep(self, prompt: Prompt, kv: Tensor, logits_V: Tensor, hidden_H: Tensor) -> None:
-        self.prompts[prompt] = PromptState(kv, logits_V, hidden_H, self._group_size[prompt])
+    def keep(self, prompt: Prompt, kv: Tensor, logits_V: Tensor, hidden_H: Tensor, read: Any = None) -> None:
+        self.prompts[prompt] = PromptState(kv, logits_V, hidden_H, self._group_size[prompt], read)
 
     def admit(self, row: Running) -> int:
         """Give the row the next slot."""

@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from specroll.budget import BudgetRule
 from specroll.config import EngineConfig
-from specroll.device import to_host
 from specroll.engine.alarm import Alarm
 from specroll.engine.past import Past
-from specroll.engine.scheduler import Running, Scheduler
+from specroll.engine.rows import DrawnRow, Row, count, drawn, to_host
+from specroll.engine.scheduler import Prompt, Running, Scheduler
 from specroll.model.target import HFTarget
 from specroll.sampling import draw, process
 from specroll.tree.grow import rank, roots
 from specroll.types import (
+    Branches,
     Completion,
     Draft,
-    Draws,
     Features,
     FinishReason,
+    Follower,
     Proposer,
     Request,
     RoundStats,
@@ -35,14 +37,11 @@ from specroll.types import (
     TargetOutput,
     Trajectory,
     Tree,
-    Verdict,
 )
 from specroll.verify.stop import StopRule
 from specroll.verify.walk import walk
 
 _TRACED = 32  # likeliest candidates of the target's law that a trajectory keeps per token
-
-DrawnRow = tuple[int, float, float, float]  # token, raw log-probability, processed log-probability, kept mass
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +84,7 @@ class Session:
     ) -> None:
         self.target, self.proposer, self.planner, self.rule = target, proposer, planner, rule
         self.sampling, self.config, self.hooks = sampling, config, hooks
+        self.follower = proposer if isinstance(proposer, Follower) else None
         self.policy_version, self.tokenizer, self.alarm = policy_version, tokenizer, alarm
         self.hidden_SH = torch.empty(0, target.hidden_size, device=target.device, dtype=target.causal.dtype)
         self.completions: list[Completion | None] = []
@@ -98,6 +98,8 @@ class Session:
         self.completions = [None] * len(requests)
         assert self.target.cache is not None
         self.past = Past(slots, self.target.cache.length, self.target.device)
+        if self.follower is not None:
+            self.follower.begin(slots, self.target.cache.length)
         while self.scheduler:
             watch = Stopwatch()
             self._admit()
@@ -123,7 +125,7 @@ class Session:
         watch.lap("verify")
         position_N = length_S[tree.sequence_N] + tree.depth_N + 1
         verdict = walk(tree, draw(out.logits_NV, self.sampling, sample_S[tree.sequence_N], position_N))
-        table = _to_host(tree, verdict)
+        table = to_host(tree, verdict)
         watch.lap("draw")
         stats = RoundStats(running=len(running), proposed=tree.token_N.shape[0] - len(running), seconds=watch.seconds)
         self._commit(tree, table(), out, gain, stats)
@@ -133,7 +135,7 @@ class Session:
             watch.lap("observe")
         return stats
 
-    def _propose(self, features: Features, context: int) -> tuple[Draft | None, Tree, list[float] | None]:
+    def _propose(self, features: Features, context: int) -> tuple[Draft | Branches | None, Tree, list[float] | None]:
         """The trees to verify: bare roots where speculation does not pay, which is plain decoding.
 
         `context` is what the pass will cost in attention: every sequence that of the longest one.
@@ -149,7 +151,7 @@ class Session:
         return draft, ranked.plant(self.planner.cut(running, ranked.gain)), ranked.gain
 
     def _commit(
-        self, tree: Tree, rows: list[_Row], out: TargetOutput, gain: list[float] | None, stats: RoundStats
+        self, tree: Tree, rows: list[Row], out: TargetOutput, gain: list[float] | None, stats: RoundStats
     ) -> None:
         """Emit the accepted paths' draws, keep their keys and values, retire what has ended."""
         paths: list[list[int]] = [[] for _ in self.scheduler.running]
@@ -159,23 +161,27 @@ class Session:
         ended = {}
         moves: list[tuple[int, int, int]] = []
         for s, (running, path) in enumerate(zip(self.scheduler.running, paths, strict=True)):
-            drawn = [rows[i].drawn for i in path]
-            kept, reason = self.rule.cut(running.token_ids, [d[0] for d in drawn], running.request.max_new_tokens)
+            emitted = [rows[i].drawn for i in path]
+            kept, reason = self.rule.cut(running.token_ids, [d[0] for d in emitted], running.request.max_new_tokens)
             at = running.length
             moves += [(s, at + rows[i].slot, at + d) for d, i in enumerate(path) if rows[i].slot != d]
             del path[kept:]
-            self._emit(running, drawn[:kept])
+            self._emit(running, emitted[:kept])
             if reason is not None:
                 ended[s] = reason
             stats.emitted += kept
-        _count(stats, rows, tree.max_depth)
+        count(stats, rows, tree.max_depth)
         accepted = sum(stats.accepted_by_depth)
         if self.planner is not None:
             seconds = sum(t for stage, t in stats.seconds.items() if stage != "prefill")
             self.planner.observe(stats.running, gain, accepted, stats.proposed, seconds)
         if self.alarm is not None and gain is not None:
             self.alarm.observe(stats.running, gain, stats.proposed, accepted, self.policy_version)
-        self._trace(out, [i for path in paths for i in path], [len(p) for p in paths])
+        kept_rows, counts = [i for path in paths for i in path], [len(path) for path in paths]
+        self._trace(out, kept_rows, counts)
+        if self.follower is not None:
+            token_N = torch.tensor([rows[i].drawn[0] for i in kept_rows], device=self.target.device)
+            self.follower.keep(out.hidden_NH[kept_rows], token_N, counts)
         if moves and self.target.cache is not None:
             slot, source, to = (torch.tensor(m, device=self.target.device) for m in zip(*moves, strict=True))
             self.target.cache.compact(slot, source, to)
@@ -192,7 +198,10 @@ class Session:
             order[target] = order[source]
             assert self.target.cache is not None
             self.target.cache.move(source, target, self.scheduler.running[target].length)
-        self.hidden_SH = self.hidden_SH[order[: len(self.scheduler.running)]]
+        order = order[: len(self.scheduler.running)]
+        self.hidden_SH = self.hidden_SH[order]
+        if self.follower is not None:
+            self.follower.retire(order)
 
     # --- beginnings and ends --------------------------------------------------------------------------------------
 
@@ -200,16 +209,14 @@ class Session:
         """Fill free slots: run new prompts once per group, then draw each member's own first token."""
         wave, prompts = self.scheduler.next_wave()
         if prompts:
-            out, kvs = self.target.prefill(prompts)
-            for i, prompt in enumerate(prompts):
-                self.scheduler.keep(prompt, kvs[i], out.logits_NV[i], out.hidden_NH[i])
+            self._prefill(prompts)
         if not wave:
             return
         states = [self.scheduler.prompts[r.request.prompt_ids] for r in wave]
         out = TargetOutput(torch.stack([p.logits_V for p in states]), torch.stack([p.hidden_H for p in states]))
         sample_S = torch.tensor([r.request.sample for r in wave], device=self.target.device)
         position_S = torch.tensor([len(r.request.prompt_ids) for r in wave], device=self.target.device)
-        rows = _drawn(draw(out.logits_NV, self.sampling, sample_S, position_S))
+        rows = drawn(draw(out.logits_NV, self.sampling, sample_S, position_S))
         started = []
         for i, (row, state) in enumerate(zip(wave, states, strict=True)):
             _, reason = self.rule.cut([], [rows[i][0]], row.request.max_new_tokens)
@@ -218,6 +225,8 @@ class Session:
                 slot = self.scheduler.admit(row)
                 assert self.target.cache is not None
                 self.target.cache.fill(slot, state.kv)
+                if self.follower is not None:
+                    self.follower.admit(state.read, row.root)
                 started.append(i)
         self._trace(out, list(range(len(wave))), [1] * len(wave), wave)
         for i, row in enumerate(wave):
@@ -225,6 +234,17 @@ class Session:
             if i not in started:
                 self._finish(row, self.rule.cut([], row.token_ids, row.request.max_new_tokens)[1] or "length")
         self.hidden_SH = torch.cat((self.hidden_SH, out.hidden_NH[started]))
+
+    def _prefill(self, prompts: list[Prompt]) -> None:
+        """Run new prompts; a proposer that follows is shown the states of all their tokens."""
+        follower = self.follower
+        with nullcontext([]) if follower is None else self.target.every_state() as states:
+            out, kvs = self.target.prefill(prompts)
+        read: list[Any] = [None] * len(prompts)
+        if follower is not None:
+            read = list(map(follower.read, prompts, states[0].split([len(p) for p in prompts])))
+        for prompt, *left in zip(prompts, kvs, out.logits_NV, out.hidden_NH, read, strict=True):
+            self.scheduler.keep(prompt, *left)
 
     def _emit(self, row: Running, rows: list[DrawnRow]) -> None:
         row.append(rows)
@@ -263,36 +283,3 @@ class Session:
         for owner, n, hidden, top, logp in zip(owners, counts, *(p.split(counts) for p in pieces), strict=True):
             owner.trace.append((hidden, torch.tensor(owner.token_ids[-n:]), top, logp))
         self.recording_seconds += time.perf_counter() - started
-
-
-def _drawn(draws: Draws) -> list[DrawnRow]:
-    table = torch.stack([x.double() for x in (draws.token_N, draws.logp_raw_N, draws.logp_N, draws.kept_mass_N)], 1)
-    return [(int(t), raw, logp, kept) for t, raw, logp, kept in to_host(table)()]
-
-
-class _Row(NamedTuple):
-    """What the host learns of one packed row."""
-
-    drawn: DrawnRow
-    accepted: bool
-    depth: int
-    sequence: int
-    slot: int
-
-
-def _to_host(tree: Tree, verdict: Verdict) -> Callable[[], list[_Row]]:
-    """Begin to bring over what was drawn and accepted, in one transfer; what is returned waits for it."""
-    draws = verdict.draws
-    drawn = (draws.token_N, draws.logp_raw_N, draws.logp_N, draws.kept_mass_N)
-    place = (verdict.accepted_N, tree.depth_N, tree.sequence_N, tree.slot_N)
-    read = to_host(torch.stack([column_N.double() for column_N in (*drawn, *place)], 1))
-    return lambda: [_Row((int(r[0]), r[1], r[2], r[3]), bool(r[4]), *map(int, r[5:])) for r in read()]
-
-
-def _count(stats: RoundStats, rows: list[_Row], max_depth: int) -> None:
-    stats.accepted_by_depth = [0] * max_depth
-    stats.proposed_by_depth = [0] * max_depth
-    for row in rows:
-        if row.depth:
-            stats.proposed_by_depth[row.depth - 1] += 1
-            stats.accepted_by_depth[row.depth - 1] += row.accepted

@@ -69,9 +69,12 @@ AttentionInterface.register(NAME, _attention)
 
 
 class PromptPass:
-    """Packed prompts, each attending causally to itself; `kv` [layer, 2, head, N, width] is what they leave behind."""
+    """Packed prompts, each attending causally to itself; `kv` [layer, 2, head, N, width] is what they leave behind.
 
-    def __init__(self, lengths: list[int], kv: Tensor) -> None:
+    Without `kv` they leave nothing, as where only gradients are wanted.
+    """
+
+    def __init__(self, lengths: list[int], kv: Tensor | None = None) -> None:
         self.lengths, self.kv = lengths, kv
         self._masks: dict[tuple[int, int], Tensor] = {}
 
@@ -85,7 +88,8 @@ class PromptPass:
         return self._masks[length, window]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        self.kv[layer, 0], self.kv[layer, 1] = key, value
+        if self.kv is not None:
+            self.kv[layer, 0], self.kv[layer, 1] = key, value
         group = query.shape[0] // key.shape[0]
         key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
         parts = []

@@ -7,6 +7,7 @@ attention head reads of a sequence lies together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,13 @@ class CacheShape:
     head_width: int
     dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype, device: torch.device) -> CacheShape:
+        """Of a model with this transformers configuration."""
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(config.num_hidden_layers, heads, width, dtype, device)
 
     @property
     def bytes_per_token(self) -> int:

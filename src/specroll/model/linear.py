@@ -48,8 +48,10 @@ class PackedLinears:
             _PACKED[model] = cls(model)
         return _PACKED[model]
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, rounded_to: torch.dtype | None = None) -> None:
+        """`rounded_to`: weights may lose what this dtype does, or float16, which is enough for proposals."""
         self._model = ref(model)  # weak, or a model whose packs are shared could never be freed
+        self._rounded_to = rounded_to
         self._packed: dict[_Group, tuple[_Stamp, Product | None]] = {}
 
     def _product(self, group: _Group) -> Product | None:
@@ -57,7 +59,7 @@ class PackedLinears:
         known = self._packed.get(group)
         if known is None or known[0] != stamp:
             self._packed.pop(group, None)  # never hold the old pack beside the new
-            known = (stamp, _pack_together(group))
+            known = (stamp, _pack_together(group, self._rounded_to))
         self._packed[group] = known
         return known[1]
 
@@ -108,17 +110,18 @@ def _linear(module: nn.Module) -> nn.Linear | None:
     return layer
 
 
-def _pack_together(group: _Group) -> Product | None:
+def _pack_together(group: _Group, rounded_to: torch.dtype | None) -> Product | None:
     if len({linear.in_features for linear in group}) > 1:
         return None
     weight = torch.cat([linear.weight.detach() for linear in group])
     biases = [linear.bias for linear in group]
     if all(bias is None for bias in biases):
-        return pack(weight)
+        return pack(weight, rounded_to=rounded_to)
     zeros = weight.new_zeros
     return pack(
         weight,
         torch.cat([zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in group]),
+        rounded_to=rounded_to,
     )
 
 

@@ -84,11 +84,7 @@ class HFTarget:
 
     @property
     def cache_shape(self) -> CacheShape:
-        c = self.config
-        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        dtype: Any = self.causal.dtype
-        return CacheShape(c.num_hidden_layers, heads, width, dtype, self.device)
+        return CacheShape.of(self.config, self.causal.dtype, self.device)
 
     @property
     def cost_signature(self) -> str:
@@ -150,6 +146,19 @@ class HFTarget:
         last = torch.tensor([end - 1 for end in accumulate(lengths)], device=self.device)
         out = self._forward(tokens, positions, PromptPass(lengths, kv), last)
         return out, list(kv.split(lengths, 3))
+
+    @contextmanager
+    def every_state(self) -> Iterator[list[Tensor]]:
+        """For the length of the block, collects the last hidden states [N, H] of all rows of each pass.
+
+        `prefill` itself returns the last row of each prompt alone, as lm_head sees no other.
+        """
+        seen: list[Tensor] = []
+        hook = self.causal.get_decoder().register_forward_hook(lambda _, inputs, output: seen.append(output[0][0]))
+        try:
+            yield seen
+        finally:
+            hook.remove()
 
     def forward_tree(self, tree: Tree, length_S: Tensor, longest: int) -> TargetOutput:
         """One pass over all trees, behind prefixes of `length_S` tokens in the first S slots of the reserved cache.

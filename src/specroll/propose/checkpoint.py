@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from torch import Tensor
+from torch import Tensor, nn
 
 from specroll.files import write_atomic
 from specroll.propose.heads import FutureHeads
@@ -69,7 +69,7 @@ def write_checkpoint(
     write_atomic(path, save_tensors({name: t.cpu().contiguous() for name, t in tensors.items()}, metadata=header))
 
 
-def moments(heads: FutureHeads, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def moments(heads: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimiser's state by the names of the heads' parameters: the tensors themselves, nothing before a step."""
     return {
         f"optimizer.{name}.{key}": value
@@ -78,7 +78,7 @@ def moments(heads: FutureHeads, optimizer: torch.optim.Optimizer) -> dict[str, T
     }
 
 
-def restore_moments(heads: FutureHeads, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+def restore_moments(heads: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Put back copies of what `moments` gave; other tensors are left alone."""
     optimizer.state.clear()
     for name, parameter in heads.named_parameters():

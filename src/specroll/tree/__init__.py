@@ -2,5 +2,6 @@
 
 from specroll.tree.grow import Ranked, grow, rank, roots
 from specroll.tree.mask import ancestors
+from specroll.tree.paths import spell_out
 
-__all__ = ["Ranked", "ancestors", "grow", "rank", "roots"]
+__all__ = ["Ranked", "ancestors", "grow", "rank", "roots", "spell_out"]

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specroll.tree import ancestors, grow, rank, roots
-from specroll.types import Draft, Tree
+from specroll.tree import ancestors, grow, rank, roots, spell_out
+from specroll.types import Branches, Draft, Tree
 
 
 def make_draft(hit_SKC: torch.Tensor, vocab_size: int = 1000, seed: int = 0) -> Draft:
@@ -40,7 +40,7 @@ def heap_scores(hit_KC: list[list[float]], nodes: int, aside: float = 1.0) -> li
     return scores
 
 
-def assert_well_formed(tree: Tree, draft: Draft, root_S: torch.Tensor) -> None:
+def assert_well_formed(tree: Tree, draft: Draft | Branches, root_S: torch.Tensor) -> None:
     row_N = torch.arange(tree.token_N.numel())
     is_root_N = tree.slot_N == 0
     count_S = torch.bincount(tree.sequence_N, minlength=root_S.numel())
@@ -59,20 +59,29 @@ def assert_well_formed(tree: Tree, draft: Draft, root_S: torch.Tensor) -> None:
     siblings = list(zip(parent_N.tolist(), tree.token_N[child_N].tolist(), strict=True))
     assert len(set(siblings)) == len(siblings)
     assert (tree.rank_N[is_root_N] == 0).all()
-    cell = (tree.sequence_N[child_N], tree.depth_N[child_N] - 1, tree.rank_N[child_N])
-    assert torch.equal(draft.token_SKC[cell], tree.token_N[child_N])
+    sequence_N, rank_N = tree.sequence_N[child_N], tree.rank_N[child_N]
+    if isinstance(draft, Draft):
+        assert torch.equal(draft.token_SKC[sequence_N, tree.depth_N[child_N] - 1, rank_N], tree.token_N[child_N])
+    else:
+        assert torch.equal(draft.token_SM[sequence_N, rank_N], tree.token_N[child_N])
+        place_N = torch.where(is_root_N, -1, tree.rank_N)
+        assert torch.equal(draft.parent_SM[sequence_N, rank_N], place_N[parent_N])
 
 
-def row_scores(tree: Tree, draft: Draft) -> torch.Tensor:
+def row_scores(tree: Tree, draft: Draft | Branches) -> torch.Tensor:
     """Each node's path probability, recomputed along its parents, without the roots'."""
-    hit_SKC = draft.hit_SKC.double().nan_to_num(nan=0.0).clamp(1e-6, 1 - 1e-4)
+    hit_S = draft.hit_SKC if isinstance(draft, Draft) else draft.hit_SM
+    hit_S = hit_S.double().nan_to_num(nan=0.0).clamp(1e-6, 1 - 1e-4)
     scores: list[float] = []
     for row in range(tree.token_N.numel()):
         depth = int(tree.depth_N[row])
         if depth == 0:
             scores.append(1.0)
             continue
-        hit = float(hit_SKC[int(tree.sequence_N[row]), depth - 1, int(tree.rank_N[row])])
+        rank_K = hit_S[int(tree.sequence_N[row])].view(
+            -1, hit_S.shape[-1]
+        )  # of branches there is one row for all depths
+        hit = float(rank_K[(depth - 1) % len(rank_K), int(tree.rank_N[row])])
         scores.append(scores[int(tree.parent_N[row])] * hit)
     return torch.tensor(scores)[tree.slot_N > 0]
 
@@ -90,12 +99,15 @@ def lattices(draw: st.DrawFn) -> torch.Tensor:
 
 def check_against_heaps(hit_SKC: torch.Tensor, nodes: int, most: int) -> None:
     """Each sequence's own tree, and the best nodes of all sequences together, against one heap per sequence."""
-    draft = make_draft(hit_SKC)
-    root_S = torch.arange(hit_SKC.shape[0]) + 5
+    check_ranking(make_draft(hit_SKC), [heap_scores(hit_KC, nodes) for hit_KC in hit_SKC.tolist()], nodes, most)
+
+
+def check_ranking(draft: Draft | Branches, heaps: list[list[float]], nodes: int, most: int) -> None:
+    """`heaps`: the scores of each sequence's best nodes."""
+    root_S = torch.arange(len(heaps)) + 5
     tree = grow(draft, root_S, nodes)
     assert_well_formed(tree, draft, root_S)
-    heaps = [heap_scores(hit_KC, nodes) for hit_KC in hit_SKC.tolist()]
-    expected = torch.tensor(heaps).flatten()
+    expected = torch.tensor([score for heap in heaps for score in heap])
     torch.testing.assert_close(row_scores(tree, draft), expected, rtol=1e-5, atol=0)
     ranked = rank(draft, root_S, most, nodes)
     together = expected.double().sort(descending=True).values[:most]
@@ -129,6 +141,84 @@ def test_aside_from_the_best_path_hits_are_worth_less(nodes: int) -> None:
     assert_well_formed(ranked.plant(len(expected)), draft, torch.arange(4))
 
 
+def make_branches(rows: list[list[tuple[int, float]]]) -> Branches:
+    """Of (parent, hit) per node; siblings get distinct tokens that others have as well."""
+    width = max(map(len, rows))
+    token_SM, parent_SM = torch.zeros(2, len(rows), width, dtype=torch.int64)
+    hit_SM = torch.zeros(len(rows), width)
+    for s, row in enumerate(rows):
+        for place, (parent, hit) in enumerate(row):
+            token_SM[s, place] = 7 + sum(earlier == parent for earlier, _ in row[:place])
+            parent_SM[s, place], hit_SM[s, place] = parent, hit
+    return Branches(token_SM, parent_SM, hit_SM)
+
+
+def branch_scores(row: list[tuple[int, float]], nodes: int) -> list[float]:
+    """The best nodes' path probabilities, best first; what has a parent that is none is none itself."""
+    score = {-1: 1.0}
+    for place, (parent, hit) in enumerate(row):
+        if hit > 0 and parent in score:
+            score[place] = score[parent] * min(max(hit, 1e-6), 1 - 1e-4)
+    return sorted((score[place] for place in score if place >= 0), reverse=True)[:nodes]
+
+
+@st.composite
+def branch_rows(draw: st.DrawFn) -> list[list[tuple[int, float]]]:
+    sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
+    return [[(draw(st.integers(-1, place - 1)), draw(HITS)) for place in range(size)] for size in sizes]
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=branch_rows(), nodes=st.integers(0, 12), most=st.integers(0, 24))
+def test_explicit_trees_are_kept_best_first_too(rows: list[list[tuple[int, float]]], nodes: int, most: int) -> None:
+    check_ranking(make_branches(rows), [branch_scores(row, nodes) for row in rows], nodes, most)
+
+
+@pytest.mark.parametrize("nodes", [1, 8, 64, 200])
+def test_a_long_chain_is_kept_from_its_root_on(nodes: int) -> None:
+    """A hundred sure nodes: their gains come near to each other, and each still follows its parent."""
+    chain = [(place - 1, 1.0) for place in range(100)]
+    tree = grow(make_branches([chain]), torch.tensor([3]), nodes)
+    kept = min(nodes, 100)
+    assert tree.depth_N.tolist() == list(range(kept + 1))
+    assert tree.parent_N.tolist() == [0, *range(kept)]
+    assert tree.rank_N.tolist() == [0, *range(kept)]
+
+
+def test_a_chain_ends_before_its_order_is_lost_to_underflow() -> None:
+    tree = grow(make_branches([[(place - 1, 1e-6) for place in range(80)]]), torch.tensor([3]), 80)
+    assert tree.depth_N.tolist() == list(range(49 + 1))
+
+
+@pytest.mark.parametrize("parent", [1, 2, 5, -2])
+def test_a_node_that_does_not_follow_its_parent_is_none(parent: int) -> None:
+    """A circle or a parent that is nowhere would be no tree; the node goes, and what is behind it."""
+    branches = make_branches([[(-1, 0.5), (0, 0.5), (0, 0.4), (1, 0.9)]])
+    branches.parent_SM[0, 1] = parent
+    assert grow(branches, torch.tensor([3]), 4).rank_N.tolist() == [0, 0, 2]
+
+
+@pytest.mark.parametrize("nodes", [1, 7, 30])
+@pytest.mark.parametrize("kind", ["lattice", "branches"])
+def test_spelled_out_a_draft_grows_the_same_trees(kind: str, nodes: int) -> None:
+    generator = torch.Generator().manual_seed(nodes)
+    hit_SKC = torch.rand(3, 3, 5, generator=generator)
+    draft: Draft | Branches = replace(make_draft(hit_SKC), aside_SKC=hit_SKC * 0.5)
+    if kind == "branches":
+        hits = torch.rand(3, 20, generator=generator).tolist()
+        draft = make_branches([[((place - 3) // 2, hit) for place, hit in enumerate(row)] for row in hits])
+        draft.hit_SM[1, 5:] = 0.0
+        draft.hit_SM[2] = 0.0
+    root_S = torch.tensor([3, 4, 5])
+    branches, rank_SM = spell_out(draft, root_S, nodes)
+    expected, tree = grow(draft, root_S, nodes), grow(branches, root_S, nodes)
+    assert_well_formed(tree, branches, root_S)
+    for name in ("token_N", "parent_N", "depth_N", "sequence_N", "slot_N"):
+        assert torch.equal(getattr(tree, name), getattr(expected, name)), name
+    called_N = torch.where(tree.depth_N > 0, rank_SM[tree.sequence_N, tree.rank_N], 0)
+    assert torch.equal(called_N, expected.rank_N)
+
+
 def test_the_budget_goes_where_it_is_worth_most() -> None:
     """A sequence that knows much gets nodes that one which knows nothing does not."""
     hit_SKC = torch.tensor([[[0.9, 0.05], [0.8, 0.05]], [[0.1, 0.05], [0.1, 0.05]]])
@@ -150,11 +240,20 @@ def test_a_small_lattice_gives_a_smaller_tree() -> None:
     assert grow(make_draft(torch.full((2, 2, 2), 0.3)), torch.tensor([1, 2]), nodes=50).size == 1 + 2 + 4
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 4), (3, 0, 4), (3, 2, 0)])
-def test_without_nodes_only_roots_are_left(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("draft", "nodes"),
+    [
+        (make_draft(torch.full((3, 2, 4), 0.5)), 0),
+        (make_draft(torch.full((3, 0, 4), 0.5)), 4),
+        (make_draft(torch.full((3, 2, 0), 0.5)), 4),
+        (make_branches([[(-1, 0.5)]] * 3), 0),
+        (make_branches([[(-1, 0.0)]] * 3), 4),
+        (make_branches([[]] * 3), 4),
+    ],
+)
+def test_without_nodes_only_roots_are_left(draft: Draft | Branches, nodes: int) -> None:
     root_S = torch.tensor([7, 8, 9])
-    draft = make_draft(torch.full(shape, 0.5))
-    tree = grow(draft, root_S, nodes=0 if 0 not in shape else 4)
+    tree = grow(draft, root_S, nodes)
     for name in ("token_N", "parent_N", "depth_N", "sequence_N", "slot_N", "rank_N", "size", "max_depth"):
         expected, found = getattr(roots(root_S), name), getattr(tree, name)
         assert torch.equal(expected, found) if isinstance(expected, torch.Tensor) else expected == found

@@ -1,0 +1,37 @@
+"""What FastGRPO is run with, by default its authors' values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastGRPOConfig:
+    """The rule's, the loss's and the optimiser's settings."""
+
+    capacity: int = 160
+    """C: rows that the device verifies in one pass at about the price of one."""
+    feature_weight: float = 2.0
+    """Of SmoothL1(next feature) in the loss."""
+    law_weight: float = 0.1
+    """Of the cross-entropy with the target's law in the loss."""
+    learning_rate: float = 1e-4
+    """AdamW's, after rollouts, where it is constant; and its height in pre-training."""
+    updates: int = 1
+    """Steps after every rollout batch, each on all of it."""
+    batch_responses: int = 16
+    """Responses of one step in pre-training."""
+    warm_up: float = 0.05
+    """Share of the steps of a pre-training in which the learning rate rises; it falls along a cosine afterwards."""
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "updates", "batch_responses"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not (0 < self.learning_rate < math.inf and 0 <= self.warm_up <= 1):
+            raise ValueError(f"need learning_rate > 0 and warm_up in [0, 1], got {self.learning_rate}, {self.warm_up}")
+        weights = self.feature_weight, self.law_weight
+        if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+            raise ValueError(f"weights of the loss must be finite, not negative and not both 0, got {weights}")
