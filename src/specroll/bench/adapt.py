@@ -47,7 +47,7 @@ SETTINGS: dict[str, tuple[ReflexName, SlowName]] = {
 }
 """The systems besides plain decoding."""
 WARM_UP_TOKENS = 4
-_MEASURES = ("reflex_open", "drift_score", "regret", "triggers", "refresh_kept", "heads_version")
+_MEASURES = ("reflex_open", "alarm", "drift_score", "regret", "triggers", "refresh_kept", "heads_version")
 
 Record = dict[str, Any]
 

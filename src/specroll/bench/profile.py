@@ -19,7 +19,7 @@ from specroll.engine.measure import chain_pass
 from specroll.types import Request, RoundStats, SamplingParams
 
 STAGES = ("propose", "verify", "draw", "commit", "observe")
-_PRODUCTS = ("linear_dynamic", "addmm", "::mm", "::bmm", "gemm", "cutlass", "::linear")
+_PRODUCTS = ("linear_dynamic", "_linear_pointwise", "addmm", "::mm", "::bmm", "gemm", "cutlass", "::linear")
 _ATTENTION = ("scaled_dot_product", "flash", "attention", "fmha")
 _PASSES, _PROFILED = 12, 4
 

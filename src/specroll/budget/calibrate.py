@@ -118,6 +118,14 @@ class HitCalibrator:
         step_PK = (gradient_PK / self.information_PK).clamp(-BETA_STEP, BETA_STEP)
         self.beta_PK = (self.beta_PK + step_PK).clamp(*BETA_RANGE)
 
+    def count(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
+        """Add the first horizon's draws behind the roots to the tally, and learn nothing: a few small operations."""
+        own_S = torch.arange(draft.token_SKC.shape[0], device=tree.sequence_N.device)
+        root_S = torch.searchsorted(tree.sequence_N, own_S)  # rows are sorted by sequence, roots first
+        hit_S = draft.token_SKC[:, 0, 0] == verdict.draws.token_N[root_S]
+        self._tally_2K[0, 0] += own_S.numel()
+        self._tally_2K[1, 0] += hit_S.sum()
+
     def tally(self) -> list[list[float]]:
         """Since it was asked last, by horizon along the best path: draws, and those of the best candidate. Waits."""
         counts = self._tally_2K.tolist()

@@ -235,6 +235,8 @@ class HeadsProposer:
     def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
         if self._teaches:
             self.calibrator.observe(draft, tree, verdict)
+        else:
+            self.calibrator.count(draft, tree, verdict)
         if self.corrector is not None:
             self.corrector.observe(draft, tree, verdict, out)
         self._rounds += 1

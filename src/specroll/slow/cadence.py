@@ -16,7 +16,7 @@ EVERY = 4
 """Rollouts from one that is recorded to the next, at the least."""
 CALM_SHARE = 0.25
 """Of the share: what may be spent before a rollout is recorded, as long as heads are not suspected."""
-COOL_DOWN, MOST_COOL_DOWN = 16, 512
+COOL_DOWN, MOST_COOL_DOWN = 4, 512
 """Rollouts after a refresh before the next."""
 LEAST_UPDATES, MOST_UPDATES = 8, 48
 RESERVED_UPDATES = 16

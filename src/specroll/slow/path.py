@@ -39,7 +39,7 @@ COLD_POSITIONS = 32_768
 """Most tokens that are remembered at a cold start, which bounds memory where responses are long."""
 POSITIONS = 8_192
 """The same afterwards: what the policy did long ago is no guide to what it does."""
-WINDOW = 512
+WINDOW = 256
 """Recorded tokens, or draws of the first horizon, that heads are watched on at once, at the least."""
 TAUGHT = 1024
 """Least tokens that a refresh learns from, beside those that judge it."""
@@ -72,7 +72,7 @@ class SlowPath:
         self.monitor = DriftMonitor(heads.horizons)
         self.optimizer = adamw(heads)
         self.alarmed = False
-        """Told from outside: acceptance has collapsed, so heads are looked at soon."""
+        """Told from outside: acceptance has collapsed. Heads are taught soon, without further proof."""
         self.version = 0
         """How often the heads have changed."""
         self.triggers = 0
@@ -208,7 +208,8 @@ class SlowPath:
 
     def _refresh(self, watching: float) -> bool:
         """Teach heads that got worse and stayed so, if the time allows it. Returns whether they changed."""
-        degraded = tuple(k + 1 for k, worse in enumerate(self.monitor.degraded_K) if worse)
+        worse_K = [True] * self.heads.horizons if self.alarmed else self.monitor.degraded_K
+        degraded = tuple(k + 1 for k, worse in enumerate(worse_K) if worse)
         # Before the first refresh: an update costs about as much as a look at a window.
         updates = self.cadence.updates(self._update_seconds or watching) if degraded else 0
         if not updates or self.reservoir.positions < TAUGHT or not self.reservoir.teaches:
