@@ -29,6 +29,7 @@ from specroll.types import (
     Draws,
     Features,
     FinishReason,
+    Listener,
     Proposer,
     Request,
     RoundStats,
@@ -143,7 +144,9 @@ class Session:
         most = self.planner.nodes(running, context) if self.planner is not None else 0
         if not most or self.planner is None or self.proposer is None:
             return None, roots(features.root_S), None
-        draft = self.proposer.propose(replace(features, past_SL=self.past.of(self.scheduler.running)))
+        rows = self.scheduler.running
+        seen = replace(features, past_SL=self.past.of(rows), texts=[row.text for row in rows])
+        draft = self.proposer.propose(seen)
         ranked = rank(draft, features.root_S, most, self.planner.each)
         return draft, ranked.plant(self.planner.cut(running, ranked.gain)), ranked.gain
 
@@ -234,6 +237,8 @@ class Session:
         text = None if self.tokenizer is None else self.tokenizer.decode(row.token_ids, skip_special_tokens=True)
         completion = row.complete(reason, self.policy_version, text)
         self.completions[row.index] = completion
+        if isinstance(self.proposer, Listener):
+            self.proposer.ended(row.text)
         if self.hooks.completion is not None:
             self.hooks.completion(row.index, completion)
         if self.hooks.trajectory is not None:
