@@ -25,23 +25,24 @@ from torch import Tensor
 
 from specroll import noise
 from specroll.propose import suffix_store
-from specroll.propose.suffix_hits import SuffixHits
+from specroll.propose.hits import BinnedHits, outcomes
 from specroll.propose.suffix_index import Group, IndexedText, SuffixIndex
 from specroll.propose.suffix_store import ResponseStore
-from specroll.propose.suffix_trie import Trie, grow_trie
+from specroll.propose.suffix_trie import GRADES, Trie, grow_trie
 from specroll.types import Branches, Features, RunningText, TargetOutput, Tree, Verdict
 
 _LEAST_GAIN = 0.01
 """A node that the draws reach more seldom is worth no row of any pass."""
 _MOST_NODES = 64  # of a sequence
+_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of raw probabilities: these and the grade make a bin
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixBranches(Branches):
     """Proposals, and what their hits were computed from."""
 
-    raw_SM: np.ndarray
-    bin_SM: np.ndarray
+    raw_SM: Tensor
+    bin_SM: Tensor
 
 
 class SuffixProposer:
@@ -66,7 +67,7 @@ class SuffixProposer:
             raise ValueError(f"a proposal needs at least one token, got depth={depth}")
         self.horizons = depth
         self.store = ResponseStore(max_tokens)
-        self.hits = SuffixHits()
+        self.hits = _fresh_hits()
         self._index = SuffixIndex(depth)
         self._groups: dict[tuple[int, ...], Group] = {}  # of the prompts that run now
         self._running: dict[int, _Followed] = {}  # by sample
@@ -78,21 +79,13 @@ class SuffixProposer:
             none_SM = np.empty((features.root_S.numel(), 0))
             return _branches(none_SM, none_SM, none_SM, none_SM, none_SM, features.root_S.device)
         raw_B = _raw(trie, features)
-        bin_B = self.hits.bins(raw_B, trie.grade_F[trie.family_B])
-        return _packed(trie, self.hits.hit(raw_B, bin_B), raw_B, bin_B, features.root_S)
+        bin_B = trie.grade_F[trie.family_B] * (len(_EDGES) + 1) + np.searchsorted(_EDGES, raw_B)
+        hit_B = self.hits.hit(torch.from_numpy(raw_B), torch.from_numpy(bin_B)).numpy()
+        return _packed(trie, hit_B, raw_B, bin_B, features.root_S)
 
     def observe(self, draft: SuffixBranches, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
-        """Learn from the draw of every visited node that this proposer knows: of others the rank is negative."""
-        columns = (tree.sequence_N, tree.rank_N, tree.depth_N, verdict.accepted_N, verdict.draws.token_N)
-        sequence_N, rank_N, depth_N, accepted_N, drawn_N = torch.stack([c.long() for c in columns]).cpu().numpy()
-        visited_N = (accepted_N > 0) & (rank_N >= 0)
-        token_SM, parent_SM, hit_SM = (x.cpu().numpy() for x in (draft.token_SM, draft.parent_SM, draft.hit_SM))
-        # What was drawn at each place; the root's is the last, which -1 names as well.
-        drawn_SM = np.full((token_SM.shape[0], token_SM.shape[1] + 1), -1)
-        drawn_SM[sequence_N[visited_N], np.where(depth_N > 0, rank_N, -1)[visited_N]] = drawn_N[visited_N]
-        drawn_SM = np.take_along_axis(drawn_SM, parent_SM, axis=1)  # .. at each place's parent
-        known_SM = (drawn_SM >= 0) & (hit_SM > 0)
-        self.hits.observe(draft.raw_SM[known_SM], draft.bin_SM[known_SM], (token_SM == drawn_SM)[known_SM])
+        known_SM, drawn_SM = outcomes(draft, tree, verdict)
+        self.hits.observe(draft.raw_SM, draft.bin_SM, known_SM.cpu(), drawn_SM.cpu())
 
     def ended(self, text: RunningText) -> None:
         """Keep a finished response, for its siblings that still run and for later ones."""
@@ -108,7 +101,7 @@ class SuffixProposer:
         """Take over what `save` wrote. Raises ValueError for a file that is missing, damaged or of another format."""
         path = Path(path)
         tensors = suffix_store.read(path)
-        hits, store = SuffixHits(), ResponseStore(self.store.max_tokens)
+        hits, store = _fresh_hits(), ResponseStore(self.store.max_tokens)
         try:
             hits.load_state_dict(tensors)
             store.load_state_dict(tensors)
@@ -147,6 +140,10 @@ class _Followed:
     group: Group
     indexed: IndexedText
     known: int = 0
+
+
+def _fresh_hits() -> BinnedHits:
+    return BinnedHits(len(GRADES) * (len(_EDGES) + 1))
 
 
 def _raw(trie: Trie, features: Features) -> np.ndarray:
@@ -202,5 +199,6 @@ def _branches(
     bin_SM: np.ndarray,
     device: torch.device,
 ) -> SuffixBranches:
-    token, parent = (torch.from_numpy(x_SM.astype(np.int64)).to(device) for x_SM in (token_SM, parent_SM))
-    return SuffixBranches(token, parent, torch.from_numpy(hit_SM).float().to(device), raw_SM, bin_SM.astype(np.int64))
+    token, parent, bins = (torch.from_numpy(x_SM.astype(np.int64)) for x_SM in (token_SM, parent_SM, bin_SM))
+    hit, raw = torch.from_numpy(hit_SM).float(), torch.from_numpy(raw_SM)
+    return SuffixBranches(token.to(device), parent.to(device), hit.to(device), raw, bins)

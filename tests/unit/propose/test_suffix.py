@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from specroll import noise
 from specroll.propose.suffix import SuffixBranches, SuffixProposer
-from specroll.propose.suffix_hits import SuffixHits
 from specroll.propose.suffix_index import LONGEST, MOST_PLACES, Matches, SuffixIndex
 from specroll.propose.suffix_trie import BACK_OFF, GRADES, grow_trie
 from specroll.tree import grow
-from specroll.types import Draws, Features, RunningText, SamplingParams, Tree, Verdict
+from specroll.types import Draws, Features, RunningText, SamplingParams
 from specroll.verify.walk import walk
 
 GREEDY, WARM = SamplingParams(temperature=0), SamplingParams(seed=3)
@@ -152,58 +151,6 @@ def test_shares_back_off_from_longer_to_shorter_agreements(places: list[tuple[in
     assert sorted(found) == sorted(paths) and len(found) == len(paths)
 
 
-# --- hits -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_bin_learns_how_far_its_promises_are_off_and_forgets() -> None:
-    hits = SuffixHits()
-    raw_B, grade_B = np.array([0.4, 0.4, 0.03]), np.array([2, 3, 2])
-    bin_B = hits.bins(raw_B, grade_B)
-    assert len(set(bin_B.tolist())) == 3
-    assert hits.hit(raw_B, bin_B) == pytest.approx(raw_B)  # believed until something is known
-    for round_ in range(4000):
-        hits.observe(np.full(5, 0.4), np.full(5, bin_B[0]), np.arange(5) < 1 + (round_ >= 2000))
-        if round_ == 1999:
-            assert hits.hit(raw_B, bin_B) == pytest.approx([0.2, 0.4, 0.03], rel=0.02)
-    assert hits.hit(raw_B, bin_B) == pytest.approx([0.4, 0.4, 0.03], rel=0.02)
-
-
-def verdict_of(tree: Tree, drawn_N: list[int]) -> Verdict:
-    unknown_N = torch.zeros(len(drawn_N))
-    return walk(tree, Draws(torch.tensor(drawn_N), unknown_N, unknown_N, unknown_N))
-
-
-def test_every_visited_node_teaches_whether_its_candidates_were_planted_or_not() -> None:
-    """Behind the root 1 came 2 or 3; behind 1 2 came 4. One node is planted, its draw is 5: what is known is that 2 was
-    drawn and 3 was not, and that behind 2 it was not 4. Of what is behind 3 nothing is known."""
-    proposer = SuffixProposer(depth=2)
-    for sample, response in enumerate([[1, 2, 4], [1, 2, 4], [1, 2, 4], [1, 3, 6]]):
-        proposer.ended(RunningText((9,), response, sample))
-    draft = proposer.propose(features([RunningText((9,), [1], 7)]))
-    assert set(paths_of(draft, 0)) == {(2,), (3,), (2, 4), (3, 6)}
-    told: list[tuple[float, bool]] = []
-    proposer.hits.observe = lambda raw_B, bin_B, drawn_B: told.extend(
-        zip(raw_B.tolist(), drawn_B.tolist(), strict=True)
-    )  # type: ignore[method-assign]
-    tree = grow(draft, torch.tensor([1]), 1)
-    assert tree.token_N.tolist() == [1, 2]
-    proposer.observe(draft, tree, verdict_of(tree, [2, 5]))
-    raw = {path: float(draft.raw_SM[0, place]) for place, path in enumerate(paths_of(draft, 0))}
-    assert sorted(told) == sorted([(raw[(2,)], True), (raw[(3,)], False), (raw[(2, 4)], False)])
-
-
-def test_nodes_of_other_drafts_teach_nothing() -> None:
-    proposer = SuffixProposer(depth=2)
-    proposer.ended(RunningText((9,), [1, 2, 4], 0))
-    draft = proposer.propose(features([RunningText((9,), [1], 7)]))
-    tree = grow(draft, torch.tensor([1]), 2)
-    tree.rank_N[1:] = -1
-    told: list[int] = []
-    proposer.hits.observe = lambda raw_B, bin_B, drawn_B: told.append(len(raw_B))  # type: ignore[method-assign]
-    proposer.observe(draft, tree, verdict_of(tree, [2, 4, 0]))
-    assert told == [1]  # of the root
-
-
 # --- proposals ------------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +213,26 @@ def test_what_never_followed_is_one_more_rival() -> None:
         drawn += int((law_V.log() + noise_V).argmax()) in (2, 3)
         promised += float(draft.raw_SM.sum())
     assert promised == pytest.approx(drawn, rel=0.15)
+
+
+def test_hits_follow_what_is_drawn() -> None:
+    """Half of what was said of 2 comes true in every round, and in the end half is said; more about longer matches is
+    another matter."""
+    proposer = SuffixProposer(depth=1)
+    for sample in range(12):
+        proposer.ended(RunningText((9,), [20 + sample, 1, 2], sample))
+    texts = [RunningText((9,), [10, 1], 0), RunningText((9,), [11, 1], 1), RunningText((9,), [20, 1], 2)]
+    root_S = torch.tensor([1, 1, 1])
+    first = proposer.propose(features(texts))
+    for _ in range(300):
+        draft = proposer.propose(features(texts))
+        tree = grow(draft, root_S, 0)
+        unknown_N = torch.zeros(3)
+        drawn_N = torch.tensor([2, 3, 2])
+        proposer.observe(draft, tree, walk(tree, Draws(drawn_N, unknown_N, unknown_N, unknown_N)))
+    hit_S = proposer.propose(features(texts)).hit_SM[:, 0].tolist()
+    assert hit_S == pytest.approx([0.5, 0.5, 0.99], abs=0.02)
+    assert first.hit_SM[0, 0] > 0.8
 
 
 @dataclass
