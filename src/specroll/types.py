@@ -100,6 +100,16 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
+class RunningText:
+    """A sequence on the host. `token_ids`, its response so far with the root, is one list from beginning to end, which
+    the engine goes on appending to: for reading only."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: Sequence[int]
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
 class Features:
     """What a proposer may look at: per running sequence, the state that drew its root, and the root itself."""
 
@@ -110,6 +120,8 @@ class Features:
     sampling: SamplingParams  # the law of this rollout: its seed and temperature serve noise-ranked proposals
     past_SL: Tensor | None = None
     """int64, tokens of prompt and response by position, the root's included; what lies behind it is undefined."""
+    texts: Sequence[RunningText] | None = None
+    """The same on the host, by sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +162,7 @@ class Tree:
 
     `parent_N` indexes the packed rows (a root is its own parent); `slot_N` counts rows inside a sequence from 0;
     `rank_N` says what the draft calls a node: its rank within its horizon, or its place in `Branches` (0 for roots).
+    What `observe` is told of may hold nodes of other drafts as well: their rank is -1.
     """
 
     token_N: Tensor
@@ -194,8 +207,12 @@ class Proposer(Protocol):
     """Two verbs: propose, then be told what happened. A proposer can make a rollout slow, never wrong."""
 
     name: str
-    version: int
     horizons: int
+
+    @property
+    def version(self) -> int:
+        """Another one means that what was learned of its worth counts little."""
+        ...
 
     @property
     def fitted(self) -> bool:
@@ -243,3 +260,10 @@ class Follower(Protocol):
     def retire(self, source: Sequence[int]) -> None:
         """Responses have ended: slot s now belongs to the sequence that was in slot `source[s]`, others are gone."""
         ...
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """A proposer that wants to hear of each response that has ended, whether anything was proposed for it or not."""
+
+    def ended(self, text: RunningText) -> None: ...

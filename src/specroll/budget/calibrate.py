@@ -76,7 +76,10 @@ class HitCalibrator:
         return hit_PSKC[0], torch.minimum(hit_PSKC[0], hit_PSKC[1])
 
     def observe(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
-        """Learn from every visited node that had a horizon to look at: its draw against that horizon's candidates."""
+        """Learn from every visited node that had a horizon to look at: its draw against that horizon's candidates.
+
+        Not from nodes that are none of the draft's own, whose rank is negative.
+        """
         horizons = draft.token_SKC.shape[1]
         horizon_N = tree.depth_N.clamp(max=horizons - 1)  # the draw at depth d is horizon d + 1's token, index d
         token_NC = draft.token_SKC[tree.sequence_N, horizon_N]
@@ -84,7 +87,7 @@ class HitCalibrator:
             draft.score_SKC[tree.sequence_N, horizon_N],
             token_NC == verdict.draws.token_N[:, None],
             horizon_N + self.beta_PK.shape[1] * ~_on_best_path(tree),
-            verdict.accepted_N & (tree.depth_N < horizons),
+            verdict.accepted_N & (tree.depth_N < horizons) & (tree.rank_N >= 0),
         )
 
     def update(self, score_NC: Tensor, match_NC: Tensor, place_N: Tensor, valid_N: Tensor) -> None:

@@ -137,6 +137,7 @@ class Planner:
         self._probe_every, self._plain_rounds = _PROBE_EVERY, _PROBE_EVERY
         self._prices: dict[int, _Price] = {}  # by the bit length of S
         self._last: tuple[int, bool, float] | None = None  # running, speculative, real over predicted seconds
+        self._asked = 0  # nodes of this round
         self._rate: float | None = None  # tokens per second of this speculative round; None: nothing to choose
 
     def paper_nodes(self, running: int) -> int:
@@ -155,11 +156,13 @@ class Planner:
                 self._probe_every = _PROBE_EVERY
         self._rate = None
         if not self._speculating:
-            return self._probe(running)
-        if self._price(running).due and self._last is not None and self._last[:2] == (running, True):
-            return 0  # to be compared with the round before
-        self._rate = speed * running / self._plain_seconds(running)
-        return most
+            self._asked = self._probe(running)
+        elif self._price(running).due and self._last is not None and self._last[:2] == (running, True):
+            self._asked = 0  # to be compared with the round before
+        else:
+            self._rate = speed * running / self._plain_seconds(running)
+            self._asked = most
+        return self._asked
 
     def cut(self, running: int, gain: Sequence[float]) -> int:
         # Proposing has been paid for by now, so what counts is the next node's worth against its time, at the rate of
@@ -242,8 +245,8 @@ class Planner:
         keep = max(math.exp(-running / _MEMORY), _LEAST_KEPT)
         self._seen += running
         self._trust.add(accepted, promised, keep)
-        total = [0.0, *accumulate(gain)]  # of the best 0, 1, .. nodes
-        ends = [_at(total, i * running / _PARTS) for i in range(len(gain) * _PARTS // running + 1)]
+        total = [0.0, *accumulate(gain)]  # of the best 0, 1, .. nodes; those that nobody had to propose gain nothing
+        ends = [_at(total, i * running / _PARTS) for i in range(max(len(gain), self._asked) * _PARTS // running + 1)]
         self._gains += [_Average() for _ in range(len(ends) - 1 - len(self._gains))]
         for average, (low, high) in zip(self._gains, pairwise(ends), strict=False):
             average.add(high - low, running / _PARTS, keep)

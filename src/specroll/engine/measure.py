@@ -18,7 +18,7 @@ from specroll.model.cache import SlotCache
 from specroll.model.target import HFTarget
 from specroll.sampling import draw
 from specroll.tree.grow import grow
-from specroll.types import Features, Follower, Proposer, SamplingParams, TargetOutput, Tree
+from specroll.types import Features, Follower, Proposer, RunningText, SamplingParams, TargetOutput, Tree
 
 _MOST_ROWS = 128
 _ROWS_PER_TREE = 4
@@ -26,6 +26,7 @@ _SLOT_TOKENS = 4256  # memory of the measurement: 32 x (128 + 4 + 1) tokens, 4 x
 _FAR = ((1, 1, 4096), (1, 8, 4096), (4, 4, 1024), (4, 16, 1024))  # running, rows, context
 _PEAKED = 2.0  # made-up text gives flatter laws than real text, and flat ones take longer to draw from
 _PROPOSE_NODES, _PROPOSE_MANY, _PROPOSE_REPEATS = 4, 8, 5
+_WORDS = 32
 
 
 def latency_curve(target: HFTarget, sampling: SamplingParams) -> LatencyCurve:
@@ -75,7 +76,9 @@ def _least_propose(target: HFTarget, proposer: Proposer, sampling: SamplingParam
     index = torch.arange(running, device=target.device)
     past = torch.arange(running * BASE_CONTEXT, device=target.device).view(running, -1) % target.vocab_size
     position = torch.full_like(index, BASE_CONTEXT - 1)
-    features = Features(hidden, past[:, -1], index, position, sampling, past)
+    # On the host something to find: words that come again, as they do in real text.
+    texts = [RunningText((), [i % _WORDS for i in range(BASE_CONTEXT)], sample) for sample in range(running)]
+    features = Features(hidden, past[:, -1], index, position, sampling, past, texts)
     follower = proposer if isinstance(proposer, Follower) else None
     if follower is not None:
         follower.begin(running, 2 * BASE_CONTEXT)

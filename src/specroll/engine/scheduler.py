@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specroll.types import Completion, FinishReason, Request
+from specroll.types import Completion, FinishReason, Request, RunningText
 
 Prompt = tuple[int, ...]
 
@@ -37,6 +37,10 @@ class Running:
     def length(self) -> int:
         """Tokens whose keys and values are in the slot: all but the root. Also the root's position."""
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
+
+    @property
+    def text(self) -> RunningText:
+        return RunningText(self.request.prompt_ids, self.token_ids, self.request.sample)
 
     def tokens_from(self, position: int) -> Sequence[int]:
         """Tokens of prompt and response from a position on, the root included."""

@@ -30,6 +30,7 @@ from specroll.types import (
     Features,
     FinishReason,
     Follower,
+    Listener,
     Proposer,
     Request,
     RoundStats,
@@ -144,9 +145,9 @@ class Session:
         most = self.planner.nodes(running, context) if self.planner is not None else 0
         if not most or self.planner is None or self.proposer is None:
             return None, roots(features.root_S), None
-        if self.proposer.reads_past:
-            features = replace(features, past_SL=self.past.of(self.scheduler.running))
-        draft = self.proposer.propose(features)
+        rows = self.scheduler.running
+        past_SL = self.past.of(rows) if self.proposer.reads_past else None
+        draft = self.proposer.propose(replace(features, past_SL=past_SL, texts=[row.text for row in rows]))
         ranked = rank(draft, features.root_S, most, self.planner.each)
         return draft, ranked.plant(self.planner.cut(running, ranked.gain)), ranked.gain
 
@@ -255,6 +256,8 @@ class Session:
         text = None if self.tokenizer is None else self.tokenizer.decode(row.token_ids, skip_special_tokens=True)
         completion = row.complete(reason, self.policy_version, text)
         self.completions[row.index] = completion
+        if isinstance(self.proposer, Listener):
+            self.proposer.ended(row.text)
         if self.hooks.completion is not None:
             self.hooks.completion(row.index, completion)
         if self.hooks.trajectory is not None:

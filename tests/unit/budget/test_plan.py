@@ -338,3 +338,15 @@ def test_a_fitted_proposer_is_tried_at_once_and_found_out_soon() -> None:
             plain += not most
             made.observe(4, gain if most else None, round(sum(gain[:size])) if hits else 0, size)
         assert plain < 10 if hits else plain > 30
+
+
+def test_what_nobody_had_to_propose_counts_as_nothing() -> None:
+    """A proposer that hardly ever finds anything: its short lists say so, though no node ever broke a promise."""
+    planner = Planner(BudgetConfig(max_nodes=8), CPU, 0.003, fitted=True)
+    asked = 0
+    for round_ in range(400):
+        gain = ([0.9] if round_ % 10 == 0 else []) if planner.nodes(8) else None
+        nodes = planner.cut(8, gain) if gain else 0
+        planner.observe(8, gain, nodes, nodes)
+        asked += gain is not None and round_ >= 100
+    assert asked <= 15

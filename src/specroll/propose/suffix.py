@@ -1,0 +1,205 @@
+"""Proposals that need no network: what followed the last tokens before, in other responses to the same prompt.
+
+A prompt's siblings that run now, earlier responses to it, the prompt and the trajectory itself: where any of them had
+the same last tokens, what it went on with is proposed, as a tree. Where the target draws with noise, a token's share of
+the continuations is not its chance: the draw is the argmax of log p + g, with g known. With q the share, s = log q + g,
+and all tokens that never followed taken together as one of share 1 - Q, whose own s is a Gumbel variable,
+
+    raw(v) = exp(s_v) / sum_u exp(s_u) * exp(-(1 - Q) exp(-s_v)),
+
+which hits and misses calibrate. Everything here is on the host; the engine tells of its texts by `Features.texts` and
+`ended`.
+
+    S  sequences    M  nodes of a sequence    B  nodes of all sequences    F  families
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specroll import noise
+from specroll.propose import suffix_store
+from specroll.propose.hits import BinnedHits, outcomes
+from specroll.propose.suffix_index import Group, IndexedText, SuffixIndex
+from specroll.propose.suffix_store import ResponseStore
+from specroll.propose.suffix_trie import GRADES, Trie, grow_trie
+from specroll.types import Branches, Features, RunningText, TargetOutput, Tree, Verdict
+
+_LEAST_GAIN = 0.01
+"""A node that the draws reach more seldom is worth no row of any pass."""
+_MOST_NODES = 64  # of a sequence
+_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of raw probabilities: these and the grade make a bin
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixBranches(Branches):
+    """Proposals, and what their hits were computed from."""
+
+    raw_SM: Tensor
+    bin_SM: Tensor
+
+
+class SuffixProposer:
+    """What followed before, with calibrated hits. Finished responses are kept, across rollouts and epochs.
+
+    `save` and `restore` carry them and the calibration over to another process.
+    """
+
+    name = "suffix"
+    version = 0
+    fitted = True  # what it repeats is the policy's own
+    reads_past = False  # texts on the host are all it asks for
+
+    def __init__(self, *, max_tokens: int = 4_000_000, depth: int = 8) -> None:
+        """
+        Args:
+            max_tokens: of finished responses, all prompts together; 4 bytes each, the oldest are dropped first.
+            depth: most tokens that are proposed behind a root.
+
+        Raises ValueError for a bound below 1.
+        """
+        if depth < 1:
+            raise ValueError(f"a proposal needs at least one token, got depth={depth}")
+        self.horizons = depth
+        self.store = ResponseStore(max_tokens)
+        self.hits = _fresh_hits()
+        self._index = SuffixIndex(depth)
+        self._groups: dict[tuple[int, ...], Group] = {}  # of the prompts that run now
+        self._running: dict[int, _Followed] = {}  # by sample
+
+    def propose(self, features: Features) -> SuffixBranches:
+        running = self._follow(features.texts or ())
+        trie = grow_trie(self._index.look_up([(text.group, text.indexed) for text in running]))
+        if trie is None:
+            none_SM = np.empty((features.root_S.numel(), 0))
+            return _branches(none_SM, none_SM, none_SM, none_SM, none_SM, features.root_S.device)
+        raw_B = _raw(trie, features)
+        bin_B = trie.grade_F[trie.family_B] * (len(_EDGES) + 1) + np.searchsorted(_EDGES, raw_B)
+        hit_B = self.hits.hit(torch.from_numpy(raw_B), torch.from_numpy(bin_B)).numpy()
+        return _packed(trie, hit_B, raw_B, bin_B, features.root_S)
+
+    def observe(self, draft: SuffixBranches, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
+        known_SM, drawn_SM = outcomes(draft, tree, verdict)
+        self.hits.observe(draft.raw_SM, draft.bin_SM, known_SM.cpu(), drawn_SM.cpu())
+
+    def ended(self, text: RunningText) -> None:
+        """Keep a finished response, for its siblings that still run and for later ones."""
+        self.store.add(text.prompt_ids, text.token_ids)
+        if text.prompt_ids in self._groups:
+            self._followed(text, self._running.pop(text.sample, None))
+
+    def save(self, path: str | Path) -> None:
+        """Write what finished responses and hits have taught, in one safetensors file."""
+        suffix_store.write(Path(path), self.store.state_dict() | self.hits.state_dict())
+
+    def restore(self, path: str | Path) -> None:
+        """Take over what `save` wrote. Raises ValueError for a file that is missing, damaged or of another format."""
+        path = Path(path)
+        tensors = suffix_store.read(path)
+        hits, store = _fresh_hits(), ResponseStore(self.store.max_tokens)
+        try:
+            hits.load_state_dict(tensors)
+            store.load_state_dict(tensors)
+        except ValueError as error:
+            raise ValueError(f"{path} holds no usable suffixes: {error}; delete it to start without them") from error
+        self.hits, self.store = hits, store
+
+    def _follow(self, texts: Sequence[RunningText]) -> list[_Followed]:
+        """The running texts, indexed as far as they are. Prompts of which none runs any more are closed."""
+        before = self._running
+        self._running = {text.sample: self._followed(text, before.get(text.sample)) for text in texts}
+        running = list(self._running.values())
+        if len({id(text.group) for text in running}) < len(self._groups):
+            alive = {text.group.prompt_ids for text in running}
+            for prompt_ids in self._groups.keys() - alive:
+                self._index.close(self._groups.pop(prompt_ids))
+        return running
+
+    def _followed(self, text: RunningText, before: _Followed | None) -> _Followed:
+        if before is None or before.token_ids is not text.token_ids:
+            group = self._groups.get(text.prompt_ids)
+            if group is None:
+                group = self._index.open(text.prompt_ids, self.store.of(text.prompt_ids))
+                self._groups[text.prompt_ids] = group
+            before = _Followed(text.token_ids, group, self._index.begin(group))
+        self._index.extend(before.group, before.indexed, text.token_ids[before.known :])
+        before.known = len(text.token_ids)
+        return before
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A running text, and how much of it is indexed."""
+
+    token_ids: Sequence[int]  # the engine's own list, which tells this text from another of the same sample
+    group: Group
+    indexed: IndexedText
+    known: int = 0
+
+
+def _fresh_hits() -> BinnedHits:
+    return BinnedHits(len(GRADES) * (len(_EDGES) + 1))
+
+
+def _raw(trie: Trie, features: Features) -> np.ndarray:
+    """How likely each node is drawn at its parent, as far as shares and noise tell."""
+    if features.sampling.temperature == 0 or features.texts is None:
+        return trie.share_B
+    sample_S = np.array([text.sample for text in features.texts])
+    root_S = np.array([len(text.prompt_ids) + len(text.token_ids) - 1 for text in features.texts])  # its position
+    depth_B = np.repeat(np.arange(1, len(trie.levels) + 1), [level.stop - level.start for level in trie.levels])
+    sample_B, position_B = sample_S[trie.sequence_B], root_S[trie.sequence_B] + depth_B
+    where = (torch.from_numpy(x) for x in (sample_B, position_B, trie.token_B[:, None]))
+    noise_B = noise.gumbel(features.sampling.seed, *where).squeeze(1).double().numpy()
+    weight_B = trie.share_B * np.exp(noise_B)
+    total_F, share_F = (np.add.reduceat(x, trie.first_F) for x in (weight_B, trie.share_B))
+    unseen_B = np.maximum(1.0 - share_F, 0.0)[trie.family_B]
+    return weight_B / total_F[trie.family_B] * np.exp(-unseen_B / weight_B)
+
+
+def _packed(trie: Trie, hit_B: np.ndarray, raw_B: np.ndarray, bin_B: np.ndarray, root_S: Tensor) -> SuffixBranches:
+    """The nodes that are worth a row, by sequence, parents first."""
+    gain_B = hit_B.copy()
+    for level in trie.levels[1:]:
+        gain_B[level] *= gain_B[trie.parent_B[level]]
+    kept_B = np.flatnonzero(gain_B >= _LEAST_GAIN)
+    kept_B = kept_B[np.argsort(trie.sequence_B[kept_B], kind="stable")]
+    sequences = root_S.numel()
+    nodes_S = np.bincount(trie.sequence_B[kept_B], minlength=sequences)
+    place_B = np.full(gain_B.size + 1, -1)  # in its sequence; the root's is the last, which -1 names as well
+    place_B[kept_B] = np.arange(kept_B.size) - np.repeat(nodes_S.cumsum() - nodes_S, nodes_S)
+    kept_B = kept_B[place_B[kept_B] < _MOST_NODES]
+    at = trie.sequence_B[kept_B], place_B[kept_B]
+
+    def spread(value_B: np.ndarray) -> np.ndarray:
+        value_SM = np.zeros((sequences, min(nodes_S.max(), _MOST_NODES)), value_B.dtype)
+        value_SM[at] = value_B
+        return value_SM
+
+    return _branches(
+        spread(trie.token_B[kept_B]),
+        spread(place_B[trie.parent_B[kept_B]]),
+        spread(hit_B[kept_B]),
+        spread(raw_B[kept_B]),
+        spread(bin_B[kept_B]),
+        root_S.device,
+    )
+
+
+def _branches(
+    token_SM: np.ndarray,
+    parent_SM: np.ndarray,
+    hit_SM: np.ndarray,
+    raw_SM: np.ndarray,
+    bin_SM: np.ndarray,
+    device: torch.device,
+) -> SuffixBranches:
+    token, parent, bins = (torch.from_numpy(x_SM.astype(np.int64)) for x_SM in (token_SM, parent_SM, bin_SM))
+    hit, raw = torch.from_numpy(hit_SM).float(), torch.from_numpy(raw_SM)
+    return SuffixBranches(token.to(device), parent.to(device), hit.to(device), raw, bins)
