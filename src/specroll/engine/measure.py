@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -18,7 +19,7 @@ from specroll.model.cache import SlotCache
 from specroll.model.target import HFTarget
 from specroll.sampling import draw
 from specroll.tree.grow import grow
-from specroll.types import Features, Proposer, SamplingParams, TargetOutput, Tree
+from specroll.types import Draft, Features, SamplingParams, TargetOutput, Tree
 
 _MOST_ROWS = 128
 _ROWS_PER_TREE = 4
@@ -58,19 +59,31 @@ def fresh_curve(target: HFTarget, sampling: SamplingParams) -> LatencyCurve:
     return replace(curve, context=price)
 
 
-def propose_seconds(target: HFTarget, proposer: Proposer, sampling: SamplingParams) -> Callable[[int], float]:
+class Asked(Protocol):
+    """A proposer, or the guard of one that may fail."""
+
+    def propose(self, features: Features) -> Draft | None: ...
+
+
+def propose_seconds(target: HFTarget, proposer: Asked, sampling: SamplingParams) -> Callable[[int], float]:
     """What proposing and growing add to a round, as a function of S: measured for 1 and for all slots.
 
-    Few slots are not enough for a slope: the planner outlives this rollout, and the next one may have many.
+    Few slots are not enough for a slope: the planner outlives this rollout, and the next one may have many. Nothing
+    where the proposer fails; what it really costs is seen in the rounds, if it is ever good for one.
     """
     assert target.cache is not None
     few, many = 1, max(_PROPOSE_MANY, target.cache.slots)
-    costs = {n: _least_propose(target, proposer, sampling, n) for n in (few, many)}
+    costs: dict[int, float] = {}
+    for running in (few, many):
+        seconds = _median_propose(target, proposer, sampling, running)
+        if seconds is None:
+            return lambda running: 0.0
+        costs[running] = seconds
     slope = max(0.0, (costs[many] - costs[few]) / (many - few))
     return lambda running: costs[few] + slope * (running - few)
 
 
-def _least_propose(target: HFTarget, proposer: Proposer, sampling: SamplingParams, running: int) -> float:
+def _median_propose(target: HFTarget, proposer: Asked, sampling: SamplingParams, running: int) -> float | None:
     hidden = torch.randn(running, target.hidden_size, device=target.device).to(target.causal.dtype)
     index = torch.arange(running, device=target.device)
     past = torch.arange(running * BASE_CONTEXT, device=target.device).view(running, -1) % target.vocab_size
@@ -79,7 +92,10 @@ def _least_propose(target: HFTarget, proposer: Proposer, sampling: SamplingParam
     times = []
     for _ in range(1 + _PROPOSE_REPEATS):
         start = time.perf_counter()
-        grow(proposer.propose(features), features.root_S, _PROPOSE_NODES)
+        draft = proposer.propose(features)
+        if draft is None:
+            return None
+        grow(draft, features.root_S, _PROPOSE_NODES)
         wait(target.device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])  # the first one prepares weights

@@ -19,6 +19,7 @@ from specroll.device import to_host
 from specroll.engine.alarm import Alarm
 from specroll.engine.past import Past
 from specroll.engine.scheduler import Running, Scheduler
+from specroll.guard import Guard
 from specroll.model.target import HFTarget
 from specroll.sampling import draw, process
 from specroll.tree.grow import rank, roots
@@ -28,7 +29,6 @@ from specroll.types import (
     Draws,
     Features,
     FinishReason,
-    Proposer,
     Request,
     RoundStats,
     SamplingParams,
@@ -73,7 +73,7 @@ class Session:
     def __init__(
         self,
         target: HFTarget,
-        proposer: Proposer | None,
+        guard: Guard | None,
         planner: BudgetRule | None,
         rule: StopRule,
         sampling: SamplingParams,
@@ -83,7 +83,7 @@ class Session:
         tokenizer: Any,
         alarm: Alarm | None,
     ) -> None:
-        self.target, self.proposer, self.planner, self.rule = target, proposer, planner, rule
+        self.target, self.guard, self.planner, self.rule = target, guard, planner, rule
         self.sampling, self.config, self.hooks = sampling, config, hooks
         self.policy_version, self.tokenizer, self.alarm = policy_version, tokenizer, alarm
         self.hidden_SH = torch.empty(0, target.hidden_size, device=target.device, dtype=target.causal.dtype)
@@ -128,25 +128,27 @@ class Session:
         stats = RoundStats(running=len(running), proposed=tree.token_N.shape[0] - len(running), seconds=watch.seconds)
         self._commit(tree, table(), out, gain, stats)
         watch.lap("commit")
-        if draft is not None and self.proposer is not None:
-            self.proposer.observe(draft, tree, verdict, out)
+        if draft is not None and self.guard is not None:
+            self.guard.observe(draft, tree, verdict, out)
             watch.lap("observe")
         return stats
 
     def _propose(self, features: Features, context: int) -> tuple[Draft | None, Tree, list[float] | None]:
-        """The trees to verify: bare roots where speculation does not pay, which is plain decoding.
+        """The trees to verify: bare roots where speculation does not pay or fails, which is plain decoding.
 
         `context` is what the pass will cost in attention: every sequence that of the longest one.
         """
-        running = features.root_S.shape[0]
-        most = self.planner.nodes(running, context) if self.planner is not None else 0
-        if not most or self.planner is None or self.proposer is None:
+        running, planner, guard = features.root_S.shape[0], self.planner, self.guard
+        most = planner.nodes(running, context) if planner is not None else 0
+        if not most or planner is None or guard is None or guard.disabled:
             return None, roots(features.root_S), None
-        if self.proposer.reads_past:
+        if guard.proposer.reads_past:
             features = replace(features, past_SL=self.past.of(self.scheduler.running))
-        draft = self.proposer.propose(features)
-        ranked = rank(draft, features.root_S, most, self.planner.each)
-        return draft, ranked.plant(self.planner.cut(running, ranked.gain)), ranked.gain
+        draft = guard.propose(features)
+        ranked = None if draft is None else rank(draft, features.root_S, most, planner.each, guard.sound(draft))
+        if draft is None or ranked is None or not guard.accepts(draft, ranked.sound):
+            return None, roots(features.root_S), None
+        return draft, ranked.plant(planner.cut(running, ranked.gain)), ranked.gain
 
     def _commit(
         self, tree: Tree, rows: list[_Row], out: TargetOutput, gain: list[float] | None, stats: RoundStats

@@ -63,6 +63,7 @@ class Ranked(NamedTuple):
     token_SE: Tensor
     rank_SE: Tensor
     lattice: _Lattice | None  # None where there is nothing to plant
+    sound: bool = True  # what `rank` was given as such, now on the host
 
     def plant(self, nodes: int) -> Tree:
         """The trees of the first `nodes` ranked nodes, packed by sequence with parents before children."""
@@ -112,13 +113,14 @@ def grow(draft: Draft, root_S: Tensor, nodes: int) -> Tree:
     return ranked.plant(len(ranked.gain))
 
 
-def rank(draft: Draft, root_S: Tensor, most: int, each: int) -> Ranked:
+def rank(draft: Draft, root_S: Tensor, most: int, each: int, sound: Tensor | None = None) -> Ranked:
     """The best nodes of all sequences, at most `most` in all and `each` of one sequence. One transfer to the host.
 
     Args:
         draft: candidates of K horizons for S sequences; within a horizon the tokens must be distinct.
         root_S: the root tokens, int64.
         most, each: the round's budget and a sequence's own; roots are not counted.
+        sound: a bool that is to come to the host as well, in the same transfer (`guard.Guard.sound`).
 
     Raises:
         ValueError: when a budget is negative.
@@ -148,8 +150,11 @@ def rank(draft: Draft, root_S: Tensor, most: int, each: int) -> Ranked:
     gain_M, at_M = gain_Sn.flatten().topk(min(most, gain_Sn.numel()))
     path_M = path_Sn.flatten()[at_M] + 1
     sequence_M = at_M // gain_Sn.shape[1]
-    gain, sequence = torch.stack((gain_M, sequence_M.double())).tolist()
-    return Ranked(gain, list(map(int, sequence)), path_M, sequence_M, root_S, token_SE, rank_SE, lattice)
+    sound_M = torch.ones_like(gain_M) if sound is None else sound.double().expand_as(gain_M)
+    gain, sequence, all_sound = torch.stack((gain_M, sequence_M.double(), sound_M)).tolist()
+    return Ranked(
+        gain, list(map(int, sequence)), path_M, sequence_M, root_S, token_SE, rank_SE, lattice, sound=all(all_sound)
+    )
 
 
 @lru_cache(maxsize=256)
