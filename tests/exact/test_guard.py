@@ -208,6 +208,8 @@ def test_scores_may_say_that_there_is_no_candidate(model: Any, plain: Rollout) -
 
 def test_a_proposer_that_writes_into_what_it_is_shown_changes_no_token(model: Any, plain: Rollout) -> None:
     class Vandal(Faulty):
+        reads_past = True
+
         def propose(self, features: Features) -> Draft:
             draft = super().propose(features)
             assert features.past_SL is not None
