@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -37,6 +38,35 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(threads if "real_model" in request.fixturenames else 1)
     yield
     torch.set_num_threads(threads)
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture(autouse=True)
+def guarded(request: pytest.FixtureRequest) -> Iterator[list[logging.LogRecord]]:
+    """A guard turns a proposer's mistake into a plain round, and a mistake of ours would pass unseen: here it does not.
+
+    What guards have told; a test that expects something asks for `proposer_faults`.
+    """
+    kept, logger = _Kept(), logging.getLogger("specroll.guard")
+    logger.addHandler(kept)
+    yield kept.records
+    logger.removeHandler(kept)
+    if kept.records and "proposer_faults" not in request.fixturenames:
+        error = kept.records[0].exc_info
+        raise AssertionError(kept.records[0].getMessage()) from (error[1] if error else None)
+
+
+@pytest.fixture
+def proposer_faults(guarded: list[logging.LogRecord]) -> list[logging.LogRecord]:
+    return guarded
 
 
 @pytest.fixture

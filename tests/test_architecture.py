@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1] / "src" / "specroll"
 
 _NOUNS = {"types", "config"}
 _LAW = _NOUNS | {"noise", "sampling"}
-_PARTS = _LAW | {"tree", "verify", "budget", "device", "model"}
+_PARTS = _LAW | {"tree", "verify", "budget", "device", "model", "guard"}
 _ENGINE = _PARTS | {"engine"}
 _TOP = _ENGINE | {"propose", "build"}
 # A room is a folder or a file right under specroll. It may import itself and the rooms listed here. What is left out
@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "noise": set(),
     "files": set(),
     "device": set(),
+    "guard": {"types", "device"},
     "report": {"files"},
     "truncation": {"types"},
     "sampling": {"types", "noise", "truncation"},

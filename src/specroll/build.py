@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specroll.config import BudgetConfig, BudgetRuleName, EngineConfig, ReflexName
+from specroll.config import PROPOSERS, BudgetConfig, BudgetRuleName, EngineConfig, ReflexName, proposer_names
 from specroll.engine import Engine
 from specroll.model.load import load_model
+from specroll.propose import catalog
 from specroll.propose.heads import FutureHeads
 from specroll.propose.proposer import HeadsProposer
 from specroll.propose.store import load_heads
-from specroll.types import Request
+from specroll.types import Proposer, Request
 
 Message = dict[str, str]
 
@@ -31,6 +32,7 @@ def build_engine(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     heads: str | Path | FutureHeads | None = None,
+    proposers: str | None = None,
     max_nodes: int = BUDGET.max_nodes,
     rule: BudgetRuleName = BUDGET.rule,
     fixed_nodes: int | None = None,
@@ -43,7 +45,9 @@ def build_engine(
     Args:
         model: a local folder, a hub name, None for the default model, or a model that is loaded already (then give its
             `tokenizer` too, if text or stop strings are wanted).
-        heads: a folder that `specroll heads fit` wrote, or heads; None decodes without speculation.
+        heads: a folder that `specroll heads fit` wrote, or heads.
+        proposers: what proposes, separated by commas: "heads", "suffix", or a class of your own as "module:Class". By
+            default heads, if there are any; else decoding is plain.
         max_nodes: most proposed tokens per sequence and round; how many pay is decided in each round.
         rule: "optimal" decides that by what pays; "paper" is the published rule, a baseline to compare with.
         fixed_nodes: propose exactly so many in every round, whether it pays or not.
@@ -52,21 +56,29 @@ def build_engine(
         max_running: sequences decoded together.
         dtype: of a model loaded by name.
 
-    Raises ValueError for a model that cannot be loaded or run exactly, and for heads of another model.
+    Raises ValueError for a model that cannot be loaded or run exactly, for heads of another model, and for proposers
+    that are not there.
     """
+    budget = BudgetConfig(max_nodes=max_nodes, rule=rule, fixed_nodes=fixed_nodes, reflex=reflex)
+
+    def heads_proposer(model: PreTrainedModel, tokenizer: Any) -> Proposer:
+        assert heads is not None
+        ready = heads if isinstance(heads, FutureHeads) else load_heads(heads, model)
+        return HeadsProposer(ready, model, ranking=budget.ranking, reflex=budget.reflex)
+
+    if proposers is None:
+        proposers = PROPOSERS if heads is not None else None
+    names = () if proposers is None else proposer_names(proposers)
+    if ("heads" in names) != (heads is not None):
+        raise ValueError(
+            "heads that propose have to be named among the proposers and given as heads; got one of the two"
+        )
+    makers = [heads_proposer if name == "heads" else catalog.find(name) for name in names]
     if model is None or isinstance(model, str | Path):
         model, loaded = load_model(None if model is None else str(model), dtype=dtype)
         tokenizer = tokenizer or loaded
-    engine = Engine(
-        model,
-        tokenizer,
-        config=EngineConfig(max_running=max_running),
-        budget=BudgetConfig(max_nodes=max_nodes, rule=rule, fixed_nodes=fixed_nodes, reflex=reflex),
-    )
-    if heads is not None:
-        causal = engine.target.causal
-        ready = heads if isinstance(heads, FutureHeads) else load_heads(heads, causal)
-        engine.proposer = HeadsProposer(ready, causal, ranking=engine.budget.ranking, reflex=engine.budget.reflex)
+    engine = Engine(model, tokenizer, config=EngineConfig(max_running=max_running), budget=budget)
+    engine.proposer = catalog.together([make(engine.target.causal, tokenizer) for make in makers])
     return engine
 
 

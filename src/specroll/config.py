@@ -5,14 +5,20 @@ Imports nothing of specroll.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 BudgetRuleName = Literal["optimal", "paper"]
 ReflexName = Literal["associative", "hidden", "off"]
 SlowName = Literal["on", "off"]
 HeadsSee = Literal["path", "root", "state"]
+MethodName = Literal["specroll", "plain", "hf", "fastgrpo"]
+
+METHOD: MethodName = "specroll"
+PROPOSERS = "heads"
+BUILT_IN_PROPOSERS = ("heads", "suffix")
 
 
 def _at_least(least: int, **values: int | None) -> None:
@@ -38,6 +44,59 @@ def _check_slow(slow: str, share: float) -> None:
         raise ValueError(f"slow is one of {', '.join(get_args(SlowName))}, got {slow!r}")
     if not 0.0 < share < 1.0:
         raise ValueError(f"slow_share must be a part of the rollouts' time, above 0 and below 1, got {share}")
+
+
+def is_import_path(proposer: str) -> bool:
+    """Whether a proposer is named by `module:Class`, and not one of ours."""
+    return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", proposer) is not None
+
+
+def proposer_names(text: str) -> tuple[str, ...]:
+    """The proposers that `heads,my_module:PhraseList` names. Raises ValueError for what names none, or one twice."""
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in BUILT_IN_PROPOSERS and not is_import_path(name):
+            raise ValueError(
+                f"proposers are {', '.join(BUILT_IN_PROPOSERS)}, or your own class as module:Class, separated by "
+                f"commas; got {name!r}"
+            )
+    if len(set(names)) < len(names):
+        raise ValueError(f"proposers names one twice: {text!r}")
+    return names
+
+
+# What a setting of speculation is good for. Settings that are not named here serve every method.
+_OF_HEADS = frozenset({"heads", "reflex", "slow", "slow_share"})
+_OF_SPECULATION = _OF_HEADS | {"proposers", "max_nodes", "budget"}
+_OF_ENGINE = frozenset({"engine_config", "demo"})
+_USED: dict[str, frozenset[str]] = {
+    "specroll": _OF_SPECULATION | _OF_ENGINE,
+    "plain": _OF_ENGINE,
+    "hf": frozenset(),
+    "fastgrpo": frozenset({"max_nodes"}) | _OF_ENGINE,
+}
+
+
+def check_method(settings: Any, method: str, proposers: str | None) -> None:
+    """Raise ValueError for a method or proposers that do not exist, and for settings that they have no use for.
+
+    `settings` is the dataclass that holds them; what is as by default in it counts as not given.
+    """
+    if method not in get_args(MethodName):
+        raise ValueError(f"method is one of {', '.join(get_args(MethodName))}, got {method!r}")
+    names = proposer_names(PROPOSERS if proposers is None else proposers)
+    given = {field.name for field in fields(settings) if getattr(settings, field.name) != field.default}
+    if unused := given & ((_OF_SPECULATION | _OF_ENGINE) - _USED[method]):
+        raise ValueError(f"the method {method} has no use for {', '.join(sorted(unused))}: leave it out")
+    if "heads" in names and len(names) > 1 and settings.heads in (None, "none"):
+        raise ValueError(
+            f"heads=none leaves heads out, but proposers={proposers!r} names them: leave one of the two out"
+        )
+    if "heads" not in names and (unused := given & _OF_HEADS):
+        raise ValueError(
+            f"{', '.join(sorted(unused))} is for heads, which proposers={proposers!r} leaves out: name heads there, or "
+            "leave it out"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +201,11 @@ class TrainConfig:
     """Weight of the divergence from the starting model."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """auto is bfloat16 where the device has units for it."""
+    method: MethodName | None = None
+    """What samples: specroll, speculation; plain, the same engine without it; hf, transformers' own generate as TRL
+    calls it; fastgrpo, the rival's drafter [specroll]."""
+    proposers: str | None = None
+    """What proposes, separated by commas: heads, suffix, or a class of your own as module:Class [heads]."""
     heads: str = "learn"
     """learn: untrained heads that learn from the first rollouts; none: no speculation; or a folder of fitted heads."""
     max_nodes: int = 16
@@ -178,6 +242,7 @@ class TrainConfig:
         _known_rule(self.budget)
         check_reflex(self.reflex)
         _check_slow(self.slow, self.slow_share)
+        check_method(self, self.method or METHOD, self.proposers)
         if self.num_generations < 2:
             raise ValueError("num_generations must be at least 2: GRPO compares the responses of a group")
         if self.seed >= 1 << 32:

@@ -69,6 +69,13 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def is_fatal(error: Exception) -> bool:
+    """Whether nobody should go on after it: memory has run out, or the device is lost."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError | torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # a CPU's memory has no type for it
+
+
 def activities(device: torch.device) -> list[ProfilerActivity]:
     """What PyTorch's profiler has to watch to see the device's work."""
     return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu(device) else [])]

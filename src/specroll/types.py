@@ -204,7 +204,10 @@ class RoundStats:
 
 
 class Proposer(Protocol):
-    """Two verbs: propose, then be told what happened. A proposer can make a rollout slow, never wrong."""
+    """Two verbs: propose, then be told what happened. A proposer can make a rollout slow, never wrong.
+
+    A class needs no more than the verbs: what else it leaves out, `guard.completed` puts in.
+    """
 
     name: str
     horizons: int

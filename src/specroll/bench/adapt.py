@@ -61,14 +61,24 @@ class Shift:
     task: Task
 
 
+Rivals = Callable[[PreTrainedModel, TrainConfig, int], Mapping[str, SpecRollout]]
+"""(model, training, responses decoded together) -> the systems besides plain decoding."""
+
+
+def ablation(model: PreTrainedModel, config: TrainConfig, running: int) -> dict[str, SpecRollout]:
+    """Those of `SETTINGS`, with the heads in the folder that the training names."""
+    return systems(load_heads(config.heads, model), config, running)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """`config` is that of the training; its `heads` are a folder of fitted ones, its `steps` are given."""
+    """`config` is that of the training; its `steps` are given. `rivals` are made anew for each training."""
 
     config: TrainConfig
     task: Task
     running: int
     shift: Shift | None = None
+    rivals: Rivals = ablation
 
     @property
     def steps(self) -> int:
@@ -91,7 +101,7 @@ def train(experiment: Experiment, seed: int, on_step: Callable[[Record], None]) 
     """
     config = replace(experiment.config, seed=seed)
     model, tokenizer = load_model(config.model, dtype=config.dtype)
-    heads = load_heads(config.heads, model)
+    rivals = experiment.rivals(model, config, experiment.running)
     dataset, reward = in_turn(experiment.phases, seed)
     with TemporaryDirectory() as scratch:
         args: Any = arguments(config, experiment.steps, Path(scratch), model.dtype)
@@ -106,8 +116,9 @@ def train(experiment: Experiment, seed: int, on_step: Callable[[Record], None]) 
             heads=None,
             engine_config=EngineConfig(max_running=experiment.running),
         )
-        rivals = {"plain": trainer.rollout, **systems(heads, config, experiment.running)}
-        contest = Contest(rivals, exact=model.dtype == torch.float32, shift=experiment.shift)
+        contest = Contest(
+            {"plain": trainer.rollout, **rivals}, exact=model.dtype == torch.float32, shift=experiment.shift
+        )
         trainer.rollout_func = contest
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Steps(contest, on_step))

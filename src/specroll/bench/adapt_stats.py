@@ -53,10 +53,11 @@ def figures(seeds: Sequence[Sequence[Step]]) -> dict[str, Any]:
 class Steps:
     """Measured steps of several seeds, each with at least one. All figures share the resamples."""
 
-    def __init__(self, seeds: Sequence[Sequence[Step]]) -> None:
+    def __init__(self, seeds: Sequence[Sequence[Step]], draw: int = 0) -> None:
+        """`draw` is the seed of the resamples: other measurements need others."""
         self._steps = [step for steps in seeds for step in steps]
         self._seeds = len(seeds)
-        self._drawn_RN = resamples([len(steps) for steps in seeds])
+        self._drawn_RN = resamples([len(steps) for steps in seeds], seed=draw)
 
     def of(self, system: str) -> dict[str, float]:
         """Tokens per round, and per second with its interval; what heads learn between rollouts is paid for."""
@@ -65,17 +66,27 @@ class Steps:
         return {
             "tokens_per_round": float(self._column(system, "emitted").sum() / self._column(system, "turns").sum()),
             "acceptance": float(self._column(system, "accepted").sum() / proposed) if proposed else 0.0,
-            **_estimate(self._rate_R(system), "tokens_per_second"),
+            **estimate(self._rate_R(system), "tokens_per_second"),
             "end_to_end_s": float(end_N.sum() / self._seeds),
             "differing_samples": int(self._column(system, "differing").sum()),
         }
 
     def over(self, system: str, base: str) -> dict[str, float]:
         """Tokens per second of one system over another's, in the same steps."""
-        return _estimate(self._rate_R(system) / self._rate_R(base), "ratio")
+        return estimate(self.over_R(system, base), "ratio")
 
     def all_over(self, base: str, systems: Sequence[str]) -> dict[str, dict[str, float]]:
         return {system: self.over(system, base) for system in systems if system != base}
+
+    def over_R(self, system: str, base: str) -> Floats:
+        """The same of the steps as they are, and of each resample."""
+        return self._rate_R(system) / self._rate_R(base)
+
+    def end_to_end_over_R(self, system: str, base: str) -> Floats:
+        """What a step took, training included, with `base` over what it took with `system`: above 1 is sooner."""
+        train_N = np.array([step["train_s"] for step in self._steps])
+        took_R, base_R = (self._drawn_RN @ (train_N + self._seconds(name)) for name in (system, base))
+        return base_R / took_R
 
     def _rate_R(self, system: str) -> Floats:
         return (self._drawn_RN @ self._column(system, "tokens")) / (self._drawn_RN @ self._seconds(system))
@@ -115,7 +126,7 @@ def resamples(lengths: Sequence[int], count: int = RESAMPLES, block: int = BLOCK
     return drawn_RN
 
 
-def _estimate(value_R: Floats, name: str) -> dict[str, float]:
+def estimate(value_R: Floats, name: str) -> dict[str, float]:
     """The value of the steps as they are, and the interval of the resamples'."""
     tail = (1.0 - CONFIDENCE) / 2
     low, high = np.quantile(value_R[1:], [tail, 1.0 - tail])

@@ -85,5 +85,21 @@ def show_adapt(results: dict[str, Any]) -> None:
     )
 
 
+def show_methods(results: dict[str, Any]) -> None:
+    """A table of every ratio in every setting, and one line for each over all of them."""
+    ratios = {name: found for name, found in results.items() if isinstance(found, dict) and "settings" in found}
+    ratios |= {f"suffix_over_plain, epoch {n}": of for n, of in (results.get("suffix_over_plain") or {}).items()}
+    table = Table(title=f"While GRPO trains ({results['machine']['dtype']}), [95 % intervals]")
+    table.add_column("setting")
+    for name in ratios:
+        table.add_column(name.replace("_", " "), justify="right")
+    for setting in dict.fromkeys(setting for found in ratios.values() for setting in found["settings"]):
+        found = [found["settings"].get(setting) for found in ratios.values()]
+        table.add_row(setting, *(_interval(of, "ratio", 3) if of else "-" for of in found))
+    Console().print(table)
+    for name, found in ratios.items():
+        print(f"{name.replace('_', ' ')}: {_interval(found, 'mean', 3)} on average, {found['min']:.3f} at the least")
+
+
 def _interval(found: dict[str, float], name: str, places: int) -> str:
     return f"{found[name]:.{places}f} [{found['low']:.{places}f}, {found['high']:.{places}f}]"

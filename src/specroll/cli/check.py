@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specroll.cli.common import ModelOptions, SamplingOptions, check_at_least, quiet_loading, refuse_existing
+from specroll.cli.common import (
+    ModelOptions,
+    SamplingOptions,
+    check_at_least,
+    find_own_modules,
+    quiet_loading,
+    refuse_existing,
+)  # fmt: skip
+from specroll.config import proposer_names
 
 if TYPE_CHECKING:
     from specroll.check import CheckReport, Comparison, Difference
@@ -22,8 +30,9 @@ _GROUP = 4
 class Options(ModelOptions, SamplingOptions):
     """Sample with speculation, without it, and with transformers' greedy generate fed with the same noise.
 
-    All must agree. Without --heads the proposals are the plain loop's own tokens, spoilt on purpose in two of five
-    places. In float32 a single differing token is a failure (exit code 1); in lower precision the rate is reported.
+    All must agree. Without --heads or --proposers the proposals are the plain loop's own tokens, spoilt on purpose in
+    two of five places. In float32 a single differing token is a failure (exit code 1); in lower precision the rate is
+    reported.
     """
 
     samples: int = 64
@@ -38,6 +47,9 @@ class Options(ModelOptions, SamplingOptions):
     """Where published data sets lie as JSON Lines."""
     heads: Path | None = None
     """Folder of heads fitted to the model [spoilt copies of the plain loop's tokens]."""
+    proposers: str | None = None
+    """What proposes, separated by commas: heads, suffix, or a class of your own as module:Class [heads, if they are
+    given]."""
     nodes: int = 6
     """Tokens proposed per sample in every round."""
     json: Path | None = None
@@ -46,6 +58,8 @@ class Options(ModelOptions, SamplingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, samples=self.samples, max_new_tokens=self.max_new_tokens, nodes=self.nodes)
+        if self.proposers is not None:
+            proposer_names(self.proposers)
 
 
 def main(options: Options) -> int:
@@ -57,12 +71,18 @@ def main(options: Options) -> int:
     from specroll.device import machine
 
     refuse_existing(options.json, "result")
+    find_own_modules(options.proposers)
     sampling = options.sampling()
     group = min(_GROUP, options.samples)
     prompts = _prompts(options, -(-options.samples // group))
     with quiet_loading():
         engine = build_engine(
-            options.model, heads=options.heads, dtype=options.dtype, fixed_nodes=options.nodes, max_running=64
+            options.model,
+            heads=options.heads,
+            proposers=options.proposers,
+            dtype=options.dtype,
+            fixed_nodes=options.nodes,
+            max_running=64,
         )
     per_prompt = -(-options.samples // len(prompts))
     requests = make_requests(

@@ -5,6 +5,8 @@ Light: nothing heavy is imported before a command runs.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +59,12 @@ def check_at_least(least: int, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None and value < least:
             raise ValueError(f"{name.replace('_', '-')} must be at least {least}, got {value}")
+
+
+def find_own_modules(proposers: str | None) -> None:
+    """A `module:Class` of the user's own may lie in the folder that the command is run from, as with `python -m`."""
+    if proposers is not None and ":" in proposers and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # at the end: nothing that is installed can be taken for it
 
 
 def refuse_existing(path: Path | None, what: str) -> None:

@@ -12,11 +12,12 @@ from specroll.cli.common import (
     ModelOptions,
     SamplingOptions,
     check_at_least,
+    find_own_modules,
     quiet_loading,
     refuse_existing,
     summary_line,
 )  # fmt: skip
-from specroll.config import BudgetConfig, BudgetRuleName, EngineConfig, ReflexName
+from specroll.config import BudgetConfig, BudgetRuleName, EngineConfig, ReflexName, proposer_names
 
 if TYPE_CHECKING:
     from specroll.types import Completion, Request
@@ -42,7 +43,10 @@ class Options(ModelOptions, SamplingOptions):
     stop: tuple[str, ...] = ()
     """End a sample as soon as it contains one of these texts."""
     heads: Path | None = None
-    """Folder of heads fitted to the model (specroll heads fit) [no speculation]."""
+    """Folder of heads fitted to the model (specroll heads fit)."""
+    proposers: str | None = None
+    """What proposes, separated by commas: heads, suffix, or a class of your own as module:Class [heads, if they are
+    given; else no speculation]."""
     max_nodes: int = BudgetConfig().max_nodes
     """Most tokens proposed per sample and round; how many pay is decided in each round."""
     budget: BudgetRuleName = BudgetConfig().rule
@@ -59,11 +63,14 @@ class Options(ModelOptions, SamplingOptions):
         super().__post_init__()
         check_at_least(1, samples=self.samples, max_new_tokens=self.max_new_tokens, max_running=self.max_running)
         check_at_least(0, max_nodes=self.max_nodes)
+        if self.proposers is not None:
+            proposer_names(self.proposers)
 
 
 def main(options: Options) -> int:
     prompts = read_prompts(options)
     refuse_existing(options.json, "samples")
+    find_own_modules(options.proposers)
     from specroll.build import build_engine, make_requests
 
     sampling = options.sampling()
@@ -71,6 +78,7 @@ def main(options: Options) -> int:
         engine = build_engine(
             options.model,
             heads=options.heads,
+            proposers=options.proposers,
             dtype=options.dtype,
             max_nodes=options.max_nodes,
             rule=options.budget,

@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "specroll.cli.bench_adapt",
         "Time heads with Reflex and the slow path, with either and without, while GRPO trains",
     ),
+    "bench methods": ("specroll.cli.bench_methods", "Time methods against each other while GRPO trains"),
 }
 
 _HEADER = """\

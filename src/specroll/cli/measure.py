@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from specroll.cli.common import ModelOptions, check_at_least, check_writable, quiet_loading
 
@@ -205,7 +205,12 @@ def go_through(
             _write(path, results)
 
 
-def finish(options: TimingOptions, results: Results) -> None:
+class _Kept(Protocol):
+    @property
+    def json(self) -> Path | None: ...
+
+
+def finish(options: _Kept, results: Results) -> None:
     _write(options.json, results | {"complete": True})
     if options.json:
         print(f"Written to {options.json}")

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from specroll.cli.common import check_writable
+from specroll.cli.common import check_writable, find_own_modules
 from specroll.config import TrainConfig
 
 
@@ -20,7 +20,8 @@ class Options(TrainConfig):
     """
 
     resume: Path | None = None
-    """Go on with the run in this folder, with its own options (only --steps may be given anew)."""
+    """Go on with the run in this folder, with its own options (only --steps may be given anew; proposers of your own
+    have to be named again)."""
     json: Path | None = None
     """Write the summary to this file as well (keys: docs/commands.md)."""
 
@@ -33,6 +34,7 @@ def main(options: Options) -> int:
     from specroll.train.resume import resumed
 
     check_writable(options.json)
+    find_own_modules(options.proposers)
     config = TrainConfig(**{field.name: getattr(options, field.name) for field in fields(TrainConfig)})
     if options.resume is not None:
         resumed(config, options.resume)  # its errors come before PyTorch is loaded, which takes a while

@@ -18,6 +18,7 @@ from specroll.engine.alarm import Alarm
 from specroll.engine.history import LengthHistory
 from specroll.engine.measure import latency_curve, propose_seconds
 from specroll.engine.step import Hooks, Session
+from specroll.guard import Guard
 from specroll.model.cache import check_fits
 from specroll.model.target import HFTarget
 from specroll.types import Completion, Proposer, Request, RoundStats, SamplingParams, Trajectory
@@ -35,6 +36,8 @@ class Rollout:
     seconds: float
     recording_seconds: float = 0.0
     """Of these, what keeping trajectories took."""
+    faults: int = 0
+    """How often the proposer failed; a round in which it did was a plain one (see `guard`)."""
 
     @property
     def tokens(self) -> int:
@@ -82,6 +85,8 @@ class Engine:
         self.history = LengthHistory()
         self.alarm = Alarm()
         """Of the present proposer, if that was fitted."""
+        self.guard: Guard | None = None
+        """Of the latest proposer: its faults so far, and whether it is asked no more."""
         self._planner: BudgetRule | None = None
         self._planned: tuple[Proposer, int] | None = None  # the proposer and its version that the planner knows
 
@@ -110,10 +115,12 @@ class Engine:
         started = time.perf_counter()
         with self.target.rolling_out():
             self._reserve(requests, slots)
-            planner = self._plan(sampling)
+            guard = self._guarded()
+            faults = 0 if guard is None else guard.faults
+            planner = None if guard is None or guard.disabled else self._plan(guard, sampling)
             session = Session(
                 self.target,
-                self.proposer if planner else None,
+                guard if planner else None,
                 planner,
                 rule,
                 sampling,
@@ -125,7 +132,8 @@ class Engine:
             )
             completions, rounds = session.run(requests, slots, self.history.expected)
         self.history.observe(requests, completions)
-        return Rollout(completions, rounds, time.perf_counter() - started, session.recording_seconds)
+        faults = 0 if guard is None else guard.faults - faults
+        return Rollout(completions, rounds, time.perf_counter() - started, session.recording_seconds, faults)
 
     def record(
         self,
@@ -195,21 +203,29 @@ class Engine:
         fixed = self.budget.fixed_nodes
         return self.budget.max_nodes if fixed is None else fixed
 
-    def _plan(self, sampling: SamplingParams) -> BudgetRule | None:
-        """The planner of the present proposer: it remembers across calls what that proposer is worth."""
-        if self.proposer is None or self._most_nodes() == 0:
+    def _guarded(self) -> Guard | None:
+        """The present proposer in its guard, which outlives calls."""
+        if self.proposer is None:
             return None
-        planner = self._planner
-        if planner is None or self._planned is None or self._planned[0] is not self.proposer:
-            planner = self._new_planner(self.proposer, sampling)
+        if self.guard is None or self.guard.proposer is not self.proposer:
+            self.guard = Guard(self.proposer, self.target.vocab_size)
+        return self.guard
+
+    def _plan(self, guard: Guard, sampling: SamplingParams) -> BudgetRule | None:
+        """The planner of a proposer: it remembers across calls what that proposer is worth."""
+        if self._most_nodes() == 0:
+            return None
+        planner, proposer = self._planner, guard.proposer
+        if planner is None or self._planned is None or self._planned[0] is not proposer:
+            planner = self._new_planner(guard, sampling)
             self.alarm = Alarm()
-        elif self._planned[1] != self.proposer.version:
+        elif self._planned[1] != proposer.version:
             planner.refreshed()
-        self._planner, self._planned = planner, (self.proposer, self.proposer.version)
+        self._planner, self._planned = planner, (proposer, proposer.version)
         return planner
 
-    def _new_planner(self, proposer: Proposer, sampling: SamplingParams) -> BudgetRule:
-        budget, target = self.budget, self.target
+    def _new_planner(self, guard: Guard, sampling: SamplingParams) -> BudgetRule:
+        budget, target, fitted = self.budget, self.target, guard.proposer.fitted
         if self.rule is not None:
             return self.rule
         if budget.fixed_nodes is not None:
@@ -217,7 +233,7 @@ class Engine:
         curve = latency_curve(target, sampling)
 
         def optimal() -> BudgetRule:
-            return Planner(budget, curve, propose_seconds(target, proposer, sampling), fitted=proposer.fitted)
+            return Planner(budget, curve, propose_seconds(target, guard, sampling), fitted=fitted)
 
         rules: dict[BudgetRuleName, Callable[[], BudgetRule]] = {
             "optimal": optimal,

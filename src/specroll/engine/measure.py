@@ -14,11 +14,12 @@ import torch
 
 from specroll.budget import BASE_CONTEXT, CurveKey, LatencyCurve, load_or_measure, measure, measure_context, row_grid
 from specroll.device import name, wait
+from specroll.guard import Guard
 from specroll.model.cache import SlotCache
 from specroll.model.target import HFTarget
 from specroll.sampling import draw
 from specroll.tree.grow import grow
-from specroll.types import Features, Follower, Proposer, RunningText, SamplingParams, TargetOutput, Tree
+from specroll.types import Features, RunningText, SamplingParams, TargetOutput, Tree
 
 _MOST_ROWS = 128
 _ROWS_PER_TREE = 4
@@ -59,19 +60,25 @@ def fresh_curve(target: HFTarget, sampling: SamplingParams) -> LatencyCurve:
     return replace(curve, context=price)
 
 
-def propose_seconds(target: HFTarget, proposer: Proposer, sampling: SamplingParams) -> Callable[[int], float]:
+def propose_seconds(target: HFTarget, guard: Guard, sampling: SamplingParams) -> Callable[[int], float]:
     """What proposing and growing add to a round, as a function of S: measured for 1 and for all slots.
 
-    Few slots are not enough for a slope: the planner outlives this rollout, and the next one may have many.
+    Few slots are not enough for a slope: the planner outlives this rollout, and the next one may have many. Nothing
+    where the proposer fails; what it really costs is seen in the rounds, if it is ever good for one.
     """
     assert target.cache is not None
     few, many = 1, max(_PROPOSE_MANY, target.cache.slots)
-    costs = {n: _least_propose(target, proposer, sampling, n) for n in (few, many)}
+    costs: dict[int, float] = {}
+    for running in (few, many):
+        seconds = _median_propose(target, guard, sampling, running)
+        if seconds is None:
+            return lambda running: 0.0
+        costs[running] = seconds
     slope = max(0.0, (costs[many] - costs[few]) / (many - few))
     return lambda running: costs[few] + slope * (running - few)
 
 
-def _least_propose(target: HFTarget, proposer: Proposer, sampling: SamplingParams, running: int) -> float:
+def _median_propose(target: HFTarget, guard: Guard, sampling: SamplingParams, running: int) -> float | None:
     hidden = torch.randn(running, target.hidden_size, device=target.device).to(target.causal.dtype)
     index = torch.arange(running, device=target.device)
     past = torch.arange(running * BASE_CONTEXT, device=target.device).view(running, -1) % target.vocab_size
@@ -79,20 +86,22 @@ def _least_propose(target: HFTarget, proposer: Proposer, sampling: SamplingParam
     # On the host something to find: words that come again, as they do in real text.
     texts = [RunningText((), [i % _WORDS for i in range(BASE_CONTEXT)], sample) for sample in range(running)]
     features = Features(hidden, past[:, -1], index, position, sampling, past, texts)
-    follower = proposer if isinstance(proposer, Follower) else None
-    if follower is not None:
-        follower.begin(running, 2 * BASE_CONTEXT)
-        read = follower.read(past[0, :-1].tolist(), hidden[:1].expand(BASE_CONTEXT - 1, -1))
+    if guard.follows:
+        guard.tell("begin", running, 2 * BASE_CONTEXT)
+        read = guard.tell("read", past[0, :-1].tolist(), hidden[:1].expand(BASE_CONTEXT - 1, -1))
         for root in features.root_S.tolist():
-            follower.admit(read, root)
+            guard.tell("admit", read, root)
     times = []
     for _ in range(1 + _PROPOSE_REPEATS):
         start = time.perf_counter()
-        grow(proposer.propose(features), features.root_S, _PROPOSE_NODES)
+        draft = guard.propose(features)
+        if draft is None:
+            return None
+        grow(draft, features.root_S, _PROPOSE_NODES)
         wait(target.device)
         times.append(time.perf_counter() - start)
-        if follower is not None:
-            follower.keep(hidden, features.root_S, [1] * running)
+        if guard.follows:
+            guard.tell("keep", hidden, features.root_S, [1] * running)
     return statistics.median(times[1:])  # the first one prepares weights
 
 

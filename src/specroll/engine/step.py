@@ -20,6 +20,7 @@ from specroll.engine.alarm import Alarm
 from specroll.engine.past import Past
 from specroll.engine.rows import DrawnRow, Row, count, drawn, to_host
 from specroll.engine.scheduler import Prompt, Running, Scheduler
+from specroll.guard import Guard
 from specroll.model.target import HFTarget
 from specroll.sampling import draw, process
 from specroll.tree.grow import rank, roots
@@ -29,9 +30,6 @@ from specroll.types import (
     Draft,
     Features,
     FinishReason,
-    Follower,
-    Listener,
-    Proposer,
     Request,
     RoundStats,
     SamplingParams,
@@ -73,7 +71,7 @@ class Session:
     def __init__(
         self,
         target: HFTarget,
-        proposer: Proposer | None,
+        guard: Guard | None,
         planner: BudgetRule | None,
         rule: StopRule,
         sampling: SamplingParams,
@@ -83,9 +81,9 @@ class Session:
         tokenizer: Any,
         alarm: Alarm | None,
     ) -> None:
-        self.target, self.proposer, self.planner, self.rule = target, proposer, planner, rule
+        self.target, self.guard, self.planner, self.rule = target, guard, planner, rule
         self.sampling, self.config, self.hooks = sampling, config, hooks
-        self.follower = proposer if isinstance(proposer, Follower) else None
+        self.follows = guard is not None and guard.follows
         self.policy_version, self.tokenizer, self.alarm = policy_version, tokenizer, alarm
         self.hidden_SH = torch.empty(0, target.hidden_size, device=target.device, dtype=target.causal.dtype)
         self.completions: list[Completion | None] = []
@@ -99,8 +97,7 @@ class Session:
         self.completions = [None] * len(requests)
         assert self.target.cache is not None
         self.past = Past(slots, self.target.cache.length, self.target.device)
-        if self.follower is not None:
-            self.follower.begin(slots, self.target.cache.length)
+        self._tell("begin", slots, self.target.cache.length)
         while self.scheduler:
             watch = Stopwatch()
             self._admit()
@@ -131,25 +128,27 @@ class Session:
         stats = RoundStats(running=len(running), proposed=tree.token_N.shape[0] - len(running), seconds=watch.seconds)
         self._commit(tree, table(), out, gain, stats)
         watch.lap("commit")
-        if draft is not None and self.proposer is not None:
-            self.proposer.observe(draft, tree, verdict, out)
+        if draft is not None and self.guard is not None:
+            self.guard.observe(draft, tree, verdict, out)
             watch.lap("observe")
         return stats
 
     def _propose(self, features: Features, context: int) -> tuple[Draft | Branches | None, Tree, list[float] | None]:
-        """The trees to verify: bare roots where speculation does not pay, which is plain decoding.
+        """The trees to verify: bare roots where speculation does not pay or fails, which is plain decoding.
 
         `context` is what the pass will cost in attention: every sequence that of the longest one.
         """
-        running = features.root_S.shape[0]
-        most = self.planner.nodes(running, context) if self.planner is not None else 0
-        if not most or self.planner is None or self.proposer is None:
+        running, planner, guard = features.root_S.shape[0], self.planner, self.guard
+        most = planner.nodes(running, context) if planner is not None else 0
+        if not most or planner is None or guard is None or guard.disabled:
             return None, roots(features.root_S), None
         rows = self.scheduler.running
-        past_SL = self.past.of(rows) if self.proposer.reads_past else None
-        draft = self.proposer.propose(replace(features, past_SL=past_SL, texts=[row.text for row in rows]))
-        ranked = rank(draft, features.root_S, most, self.planner.each)
-        return draft, ranked.plant(self.planner.cut(running, ranked.gain)), ranked.gain
+        past_SL = self.past.of(rows) if guard.proposer.reads_past else None
+        draft = guard.propose(replace(features, past_SL=past_SL, texts=[row.text for row in rows]))
+        ranked = None if draft is None else rank(draft, features.root_S, most, planner.each, guard.sound(draft))
+        if draft is None or ranked is None or not guard.accepts(draft, ranked.sound):
+            return None, roots(features.root_S), None
+        return draft, ranked.plant(planner.cut(running, ranked.gain)), ranked.gain
 
     def _commit(
         self, tree: Tree, rows: list[Row], out: TargetOutput, gain: list[float] | None, stats: RoundStats
@@ -180,9 +179,9 @@ class Session:
             self.alarm.observe(stats.running, gain, stats.proposed, accepted, self.policy_version)
         kept_rows, counts = [i for path in paths for i in path], [len(path) for path in paths]
         self._trace(out, kept_rows, counts)
-        if self.follower is not None:
+        if self.follows:
             token_N = torch.tensor([rows[i].drawn[0] for i in kept_rows], device=self.target.device)
-            self.follower.keep(out.hidden_NH[kept_rows], token_N, counts)
+            self._tell("keep", out.hidden_NH[kept_rows], token_N, counts)
         if moves and self.target.cache is not None:
             slot, source, to = (torch.tensor(m, device=self.target.device) for m in zip(*moves, strict=True))
             self.target.cache.compact(slot, source, to)
@@ -201,8 +200,7 @@ class Session:
             self.target.cache.move(source, target, self.scheduler.running[target].length)
         order = order[: len(self.scheduler.running)]
         self.hidden_SH = self.hidden_SH[order]
-        if self.follower is not None:
-            self.follower.retire(order)
+        self._tell("retire", order)
 
     # --- beginnings and ends --------------------------------------------------------------------------------------
 
@@ -226,8 +224,7 @@ class Session:
                 slot = self.scheduler.admit(row)
                 assert self.target.cache is not None
                 self.target.cache.fill(slot, state.kv)
-                if self.follower is not None:
-                    self.follower.admit(state.read, row.root)
+                self._tell("admit", state.read, row.root)
                 started.append(i)
         self._trace(out, list(range(len(wave))), [1] * len(wave), wave)
         for i, row in enumerate(wave):
@@ -238,14 +235,18 @@ class Session:
 
     def _prefill(self, prompts: list[Prompt]) -> None:
         """Run new prompts; a proposer that follows is shown the states of all their tokens."""
-        follower = self.follower
-        with nullcontext([]) if follower is None else self.target.every_state() as states:
+        with self.target.every_state() if self.follows else nullcontext([]) as states:
             out, kvs = self.target.prefill(prompts)
         read: list[Any] = [None] * len(prompts)
-        if follower is not None:
-            read = list(map(follower.read, prompts, states[0].split([len(p) for p in prompts])))
+        if self.follows:
+            of_prompts = states[0].split([len(p) for p in prompts])
+            read = [self._tell("read", prompt, state) for prompt, state in zip(prompts, of_prompts, strict=True)]
         for prompt, *left in zip(prompts, kvs, out.logits_NV, out.hidden_NH, read, strict=True):
             self.scheduler.keep(prompt, *left)
+
+    def _tell(self, verb: str, *given: Any) -> Any:
+        """Something about slots, to a proposer that follows."""
+        return self.guard.tell(verb, *given) if self.follows and self.guard is not None else None
 
     def _emit(self, row: Running, rows: list[DrawnRow]) -> None:
         row.append(rows)
@@ -256,8 +257,8 @@ class Session:
         text = None if self.tokenizer is None else self.tokenizer.decode(row.token_ids, skip_special_tokens=True)
         completion = row.complete(reason, self.policy_version, text)
         self.completions[row.index] = completion
-        if isinstance(self.proposer, Listener):
-            self.proposer.ended(row.text)
+        if self.guard is not None and self.guard.listens:
+            self.guard.tell("ended", row.text)
         if self.hooks.completion is not None:
             self.hooks.completion(row.index, completion)
         if self.hooks.trajectory is not None:

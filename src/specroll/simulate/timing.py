@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from specroll.budget import LatencyCurve
 from specroll.engine import Engine, Rollout
 from specroll.engine.measure import fresh_curve, propose_seconds
+from specroll.guard import Guard
 from specroll.simulate.surface import MeasuredSurface
 from specroll.simulate.trace import Measurement
 from specroll.types import Request, SamplingParams
@@ -30,7 +31,7 @@ class Prices:
         many = max(2, engine.target.cache.slots)
         with engine.target.rolling_out():
             curve = fresh_curve(engine.target, sampling)
-            propose = propose_seconds(engine.target, engine.proposer, sampling)
+            propose = propose_seconds(engine.target, Guard(engine.proposer, engine.target.vocab_size), sampling)
         return cls(curve, ((1, propose(1)), (many, propose(many))))
 
 

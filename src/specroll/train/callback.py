@@ -1,4 +1,4 @@
-"""What happens around a step: heads go into checkpoints, logs into the run's folder and view, Ctrl-C stops well.
+"""What happens around a step: proposers go into checkpoints, logs into the run's folder and view, Ctrl-C stops well.
 
 Knows the trainer's callbacks; nothing of losses or samples.
 """
@@ -18,13 +18,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from specroll.report.history import WALL_SECONDS
 from specroll.report.live import LiveView
 from specroll.report.records import RunFolder
-from specroll.train.rollout import SpecRollout
+from specroll.train.methods import Sampler
 
 
-class HeadsInCheckpoints(TrainerCallback):
-    """Saves heads that learn into each checkpoint of the trainer, so that a resumed run goes on with them."""
+class InCheckpoints(TrainerCallback):
+    """Saves what proposers have learned into each checkpoint of the trainer, so that a resumed run goes on with it."""
 
-    def __init__(self, rollout: SpecRollout) -> None:
+    def __init__(self, rollout: Sampler) -> None:
         self.rollout = rollout
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

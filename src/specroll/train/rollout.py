@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from accelerate.utils import pad_across_processes
 
-from specroll.config import BudgetConfig, EngineConfig, SlowConfig
+from specroll.config import PROPOSERS, BudgetConfig, EngineConfig, SlowConfig, proposer_names
 from specroll.engine import Engine, Rollout
-from specroll.propose.heads import FutureHeads
-from specroll.propose.proposer import HeadsProposer
-from specroll.propose.store import load_heads, save_heads
 from specroll.slow.path import SlowPath
+from specroll.train.proposers import Heads, InRun, Proposers
 from specroll.train.terms import check_fit, sampling_of, tokenize, unwrapped
 from specroll.types import Completion, Request
 
@@ -28,10 +26,6 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 Mode = Literal["train", "eval"]
-Heads = str | Path | FutureHeads | None
-
-SAVED_HEADS = "specroll-heads"
-"""Folder of the heads inside a checkpoint."""
 
 # Bits of a sample's name, 63 in all: an int64 that is not negative.
 _EVAL, _STEP, _CALL, _RANK, _ROW = 1, 22, 16, 10, 14
@@ -49,6 +43,7 @@ class SpecRollout:
     Args:
         heads: "learn" starts untrained heads that learn from the first rollouts; a folder, or heads, uses those; None
             decodes without speculation. Heads that are given are taught in place (untrained ones at once).
+        proposers: what proposes, separated by commas: "heads", "suffix", or a class of your own as "module:Class".
         engine_config: how many responses run at once.
         budget: how many nodes a round may verify, and whether Reflex corrects what is proposed.
         slow: whether heads that got worse for good are taught again, and how much time that may take. Off, heads that
@@ -59,28 +54,30 @@ class SpecRollout:
     any, whose next 1, 2, ... tokens were all drawn as proposed; where heads propose `specroll/reflex_open` (1 while
     Reflex corrects them, 0 while its gate is shut) and what else it measures, and `specroll/alarm` (1 while hardly
     anything that they propose is accepted, see `engine.alarm`); where heads have learned `specroll/learning_seconds`
-    and `specroll/heads_version`; and where they were watched those of `SlowPath.measures` (docs/commands.md).
+    and `specroll/heads_version`; and where they were watched those of `SlowPath.measures` (docs/commands.md). Where
+    anything proposes, `specroll/proposer_faults` counts how often that has failed in the run (`guard`).
     """
 
     def __init__(
         self,
         heads: Heads = "learn",
         *,
+        proposers: str = PROPOSERS,
         engine_config: EngineConfig = EngineConfig(),
         budget: BudgetConfig = BudgetConfig(),
         slow: SlowConfig = SlowConfig(),
     ) -> None:
-        self.heads_source = heads
-        self.engine_config, self.budget, self.slow = engine_config, budget, slow
+        self.engine_config, self.budget = engine_config, budget
+        self.proposers: InRun = Proposers(proposer_names(proposers), heads, budget, slow)
         self.engine: Engine | None = None
-        self.learner: SlowPath | None = None
-        """Teaches the heads; None where there are none, or none that may change."""
         self.latest: Rollout | None = None
         """What came of the latest call."""
         self.seconds = 0.0
         """Wall time of all rollouts so far, without what the heads' learning took."""
         self.policy_version: dict[Mode, int] = {}
         """Global step at the latest rollout of each mode."""
+        self.faults = 0
+        """How often what proposes has failed in this run, on this rank."""
         self._calls: dict[Mode, tuple[int, int]] = {}
         self._checkpoint: Path | None = None
 
@@ -104,40 +101,45 @@ class SpecRollout:
             for ids, sample in zip(prompt_ids, samples, strict=True)
         ]
         started = time.perf_counter()
-        if self.learner is not None:
-            self.learner.alarmed = engine.alarm.raised
-        records = mode == "train" and self.learner is not None and self.learner.wants_more
-        record = self.learner.record if records and self.learner is not None else None
+        record = self.proposers.record(engine) if mode == "train" else None
         rollout = engine.generate(requests, sampling, stop=stop, on_trajectory=record)
         engine.target.release()
         self.seconds += time.perf_counter() - started
         self.latest = rollout
-        _log(rollout, engine, trainer, mode)
-        metrics = trainer._metrics[mode]
-        if isinstance(engine.proposer, HeadsProposer):
-            for name, value in engine.proposer.measures().items():
-                metrics[f"specroll/{name}"].append(value)
+        self.faults += rollout.faults
+        _log(rollout, engine, trainer, mode, self.faults)
+        measures = self.proposers.measures()
         if engine.proposer is not None:
-            metrics["specroll/alarm"].append(float(engine.alarm.raised))
+            measures["alarm"] = float(engine.alarm.raised)
         if mode == "train":
-            self._learn(engine, rollout, trainer)
+            measures |= self.proposers.learn(engine, rollout)
+        for name, value in measures.items():
+            trainer._metrics[mode][f"specroll/{name}"].append(value)
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [c.token_ids for c in rollout.completions],
             "logprobs": [tempered_logps(c) for c in rollout.completions],
         }
 
+    @property
+    def learner(self) -> SlowPath | None:
+        """Teaches the heads; None where there are none, or none that may change."""
+        return self.proposers.learner
+
+    def check(self, trainer: GRPOTrainer) -> None:
+        """Raise ValueError for a trainer whose settings cannot be kept exactly."""
+        sampling_of(trainer)
+        unwrapped(trainer)
+
     def save(self, folder: str | Path) -> None:
-        """Keep what the heads have learned in `folder`, a checkpoint. Heads that do not learn are not copied."""
-        if self.engine is not None and self.learner is not None:
-            save_heads(self.learner.heads, Path(folder) / SAVED_HEADS, self.engine.target.causal)
-            self.learner.save(Path(folder) / SAVED_HEADS)
+        """Keep what the proposers have learned in `folder`, a checkpoint."""
+        if self.engine is not None:
+            self.proposers.save(Path(folder), self.engine)
 
     def restore(self, folder: str | Path) -> None:
-        """Go on with the heads that `save` left in `folder`; without any there, as if new."""
-        saved = Path(folder) / SAVED_HEADS
-        self._checkpoint = saved if saved.is_dir() else None
-        self.engine = self.learner = None
+        """Go on with what `save` left in `folder`; without anything there, as if new."""
+        self._checkpoint = Path(folder)
+        self.engine = None
 
     def engine_of(self, trainer: GRPOTrainer) -> Engine:
         """The engine on the trainer's present model, made at the first rollout, told which policy it now runs."""
@@ -147,50 +149,12 @@ class SpecRollout:
             self.engine = Engine(
                 model, tokenizer, config=self.engine_config, budget=self.budget, eos_ids=trainer.eos_token_ids
             )
-            self._start_heads(self.engine)
+            self.proposers.start(self.engine, tokenizer, self._checkpoint)
         step = trainer.state.global_step
-        proposer = self.engine.proposer
-        if step != self.engine.policy_version and isinstance(proposer, HeadsProposer) and _head_moves(self.engine):
-            proposer.refresh()
+        if step != self.engine.policy_version:
+            self.proposers.policy_moved(self.engine)
         self.engine.policy_version = step
         return self.engine
-
-    def _start_heads(self, engine: Engine) -> None:
-        source, causal, kept = self.heads_source, engine.target.causal, self._checkpoint
-        if source is None:
-            return
-        learns = source == "learn" or self.slow.slow == "on"
-        if learns and kept is not None:
-            heads = load_heads(kept, causal)
-        elif source == "learn":
-            heads = FutureHeads.for_model(causal)
-        else:
-            heads = source if isinstance(source, FutureHeads) else load_heads(source, causal)
-        if learns:
-            self.learner = SlowPath(heads, causal, self.slow, reflex=self.budget.reflex)
-            if kept is not None:
-                self.learner.load(kept)
-        if source == "learn" and not heads.trained:
-            return  # until they have learned something, decoding is plain and costs nothing more
-        engine.proposer = self._proposer(heads, engine)
-
-    def _proposer(self, heads: FutureHeads, engine: Engine) -> HeadsProposer:
-        budget = self.budget
-        return HeadsProposer(heads, engine.target.causal, ranking=budget.ranking, reflex=budget.reflex)
-
-    def _learn(self, engine: Engine, rollout: Rollout, trainer: GRPOTrainer) -> None:
-        """Between rollouts. Where heads have learned for the first time, proposals' worth and cost are found anew."""
-        learner, proposer = self.learner, engine.proposer
-        if learner is None:
-            return
-        tally = proposer.tally() if isinstance(proposer, HeadsProposer) else None
-        if learner.learn(rollout.seconds, rollout.recording_seconds, tally):
-            if learner.report is not None and learner.report.degraded and isinstance(proposer, HeadsProposer):
-                proposer.refresh()
-            else:
-                engine.proposer = self._proposer(learner.heads, engine)
-        for name, value in learner.measures.items():
-            trainer._metrics["train"][f"specroll/{name}"].append(value)
 
     def _samples(self, mode: Mode, trainer: GRPOTrainer, rows: int) -> list[int]:
         """Names of this call's samples. Each step counts its calls from 0, so a resumed run draws the same ones."""
@@ -232,18 +196,12 @@ def tempered_logps(completion: Completion) -> list[float]:
     return [logp + math.log(kept) for logp, kept in zip(completion.logp, completion.kept_mass, strict=True)]
 
 
-def _head_moves(engine: Engine) -> bool:
-    """Whether training changes what heads share with the policy, its embedding and lm_head (LoRA leaves them alone)."""
-    causal = engine.target.causal
-    shared = (causal.get_input_embeddings(), causal.get_output_embeddings())
-    return any(p.requires_grad for module in shared for p in module.parameters())
-
-
-def _log(rollout: Rollout, engine: Engine, trainer: GRPOTrainer, mode: Mode) -> None:
-    """Add the rollout of all ranks to what the trainer logs next."""
-    rounds = rollout.rounds
+def _log(rollout: Rollout, engine: Engine, trainer: GRPOTrainer, mode: Mode, faults: int) -> None:
+    """Add the rollout of all ranks, and the faults of this rank's proposer so far, to what the trainer logs next."""
+    rounds, proposer = rollout.rounds, engine.proposer
     speculative = [r for r in rounds if r.proposed]
-    horizons = engine.proposer.horizons if engine.proposer is not None else 0
+    deepest = max((len(r.accepted_by_depth) for r in speculative), default=0)
+    horizons = 0 if proposer is None else proposer.horizons or deepest
     totals = [
         rollout.tokens,
         rollout.seconds,
@@ -252,17 +210,20 @@ def _log(rollout: Rollout, engine: Engine, trainer: GRPOTrainer, mode: Mode) -> 
         sum(r.proposed for r in rounds),
         sum(sum(r.accepted_by_depth) for r in rounds),
         sum(r.running for r in speculative),
+        faults,
         *(sum(sum(r.accepted_by_depth[k : k + 1]) for r in speculative) for k in range(horizons)),
     ]
     own = torch.tensor([totals], dtype=torch.float32, device=trainer.accelerator.device)
     # Heads may begin to propose on one rank before another, which then has no horizons yet.
     per_rank = trainer.accelerator.gather(pad_across_processes(own, dim=1))
     sums = per_rank.sum(0).tolist()  # type: ignore[union-attr]
-    tokens, _, turns, emitted, proposed, accepted, tried, *by_horizon = sums
+    tokens, _, turns, emitted, proposed, accepted, tried, failed, *by_horizon = sums
     metrics = trainer._metrics[mode]
     metrics["specroll/tokens_per_second"].append(tokens / per_rank[:, 1].max().item())  # type: ignore[index]
     metrics["specroll/tokens_per_round"].append(emitted / turns if turns else 1.0)
     metrics["specroll/acceptance"].append(accepted / proposed if proposed else 0.0)
+    if proposer is not None:
+        metrics["specroll/proposer_faults"].append(failed)
     if tried:
         for k, reached in enumerate(by_horizon, 1):
             metrics[f"specroll/acceptance_{k}"].append(reached / tried)

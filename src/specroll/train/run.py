@@ -24,8 +24,9 @@ from transformers import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig
 
-from specroll.config import BudgetConfig, EngineConfig, SlowConfig, TrainConfig
+from specroll.config import METHOD, TrainConfig
 from specroll.device import best, is_gpu, machine
+from specroll.engine import Engine
 from specroll.model.load import load_model, native_dtype
 from specroll.propose.store import read_manifest, save_heads
 from specroll.report.live import LiveView, summary_table
@@ -33,8 +34,10 @@ from specroll.report.records import Record, RunFolder, to_json
 from specroll.train.callback import StepRecords, StopWell
 from specroll.train.data import Task, load_task
 from specroll.train.judge import Speed, compare_speed, evaluate, requests_of
+from specroll.train.methods import RolloutSettings, described, sampler
 from specroll.train.quiet import quiet
 from specroll.train.resume import resumed
+from specroll.train.rollout import SpecRollout
 from specroll.train.terms import sampling_of
 from specroll.train.trainer import SpecRollGRPOTrainer
 
@@ -104,10 +107,14 @@ def rows_in_order(dataset: Dataset, count: int, seed: int) -> Dataset:
 
 def _prepare(config: TrainConfig, folder: RunFolder, console: Console, *, resumes: bool) -> _Run:
     steps = config.steps or (DEMO_STEPS if config.demo else STEPS)
+    method = config.method or METHOD
+    config = replace(config, steps=steps, method=method)
     task = load_task(config.task, data_dir=config.data_dir, seed=config.seed)
     if config.heads not in ("learn", "none"):
         read_manifest(Path(config.heads))  # a mistake is found before there is a run
-    folder.start(asdict(replace(config, steps=steps)), resume=resumes)
+    rollouts = RolloutSettings.of(config)
+    sampler(rollouts, method)  # likewise
+    folder.start(asdict(config), resume=resumes)
     console.print(f"Run {folder.path}: loading the model", markup=False, highlight=False)
     precision = native_dtype(best()) if config.dtype == "auto" else getattr(torch, config.dtype)
     # All weights are trained in float32, under autocast; beside a frozen base, float32 adapters are enough.
@@ -119,15 +126,13 @@ def _prepare(config: TrainConfig, folder: RunFolder, console: Console, *, resume
         train_dataset=rows_in_order(task.dataset, steps * config.prompts_per_step, config.seed),
         processing_class=tokenizer,
         peft_config=lora(config.lora_rank),
-        heads=None if config.heads == "none" else config.heads,
-        engine_config=EngineConfig(),
-        budget=BudgetConfig(max_nodes=config.max_nodes, rule=config.budget, reflex=config.reflex),
-        slow=SlowConfig(slow=config.slow, slow_share=config.slow_share),
+        method=method,
+        **vars(rollouts),
     )
     trainer.remove_callback(PrinterCallback)
     console.print(
         f"{steps} steps of {config.prompts_per_step} prompts x {config.num_generations} responses on {config.task}, "
-        f"{str(model.dtype).removeprefix('torch.')} on {model.device}, heads: {config.heads}",
+        f"{str(model.dtype).removeprefix('torch.')} on {model.device}, {described(config)}",
         markup=False,
         highlight=False,
     )
@@ -227,9 +232,14 @@ def _held_out(run: _Run) -> Task:
     )
 
 
+def _engine(run: _Run) -> Engine:
+    assert isinstance(run.trainer.rollout, SpecRollout)  # a method without an engine has no demo
+    return run.trainer.rollout.engine_of(run.trainer)
+
+
 def _evaluate(run: _Run, what: str) -> float:
     run.console.print(f"Evaluating {what} on {HELD_OUT_PROMPTS} held-out prompts", markup=False, highlight=False)
-    engine = run.trainer.rollout.engine_of(run.trainer)
+    engine = _engine(run)
     sampling, _ = sampling_of(run.trainer)
     reward = evaluate(engine, _held_out(run), run.tokenizer, sampling, SAMPLES_EACH, run.config.max_completion)
     engine.target.release()
@@ -247,7 +257,7 @@ def _reward_before(run: _Run) -> float:
 def _demo(run: _Run, reward_before: float | None) -> Record:
     """Reward after, and the speed that the trained policy is decoded with."""
     reward_after = _evaluate(run, "the trained model")
-    engine = run.trainer.rollout.engine_of(run.trainer)
+    engine = _engine(run)
     sampling, _ = sampling_of(run.trainer)
     speeds: list[Speed] = []
     if engine.proposer is not None:

@@ -17,30 +17,38 @@ import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from specroll.config import BudgetConfig, EngineConfig, SlowConfig
-from specroll.train.callback import HeadsInCheckpoints
-from specroll.train.rollout import Heads, Mode, SpecRollout
-from specroll.train.terms import sampling_of, unwrapped
+from specroll.config import METHOD, PROPOSERS, BudgetConfig, EngineConfig, MethodName, SlowConfig
+from specroll.train.callback import InCheckpoints
+from specroll.train.methods import RolloutSettings, sampler
+from specroll.train.proposers import Heads
+from specroll.train.rollout import Mode
 
 
 class SpecRollGRPOTrainer(GRPOTrainer):
-    """`trl.GRPOTrainer` whose responses come from specroll's engine; all of its arguments, and four more.
+    """`trl.GRPOTrainer` whose responses come from specroll's engine; all of its arguments, and six more.
 
     Args:
+        method: what samples. "specroll" (default) speculates; "plain" is the same engine without proposals; "hf" is
+            transformers' own generate as TRL calls it, with the same timings in the logs. Arguments that a method has
+            no use for are refused.
+        proposers: what proposes, separated by commas: "heads" (default), "suffix", or a class of your own as
+            "module:Class".
         heads: "learn" (default) starts untrained heads that learn from the first rollouts and are kept in the
             checkpoints; a folder of fitted heads, or heads, uses those; None decodes without speculation.
         engine_config: how many responses run at once.
         budget: how many nodes a round may verify, and whether Reflex corrects what is proposed.
         slow: whether heads that got worse for good are taught again, and how much time that may take.
 
-    Beside those of `SpecRollout`, the logs gain `specroll/generation_share` (of `step_time`), and
+    Beside those of the method (see `SpecRollout`), the logs gain `specroll/generation_share` (of `step_time`), and
     `specroll/logp_gap_mean` and `specroll/logp_gap_max`: |log p(rollout) - log p(trainer)| over completion tokens,
-    while the weights are those of the rollout.
+    while the weights are those of the rollout, if it tells log-probabilities.
     """
 
     def __init__(
         self,
         *args: Any,
+        method: MethodName = METHOD,
+        proposers: str = PROPOSERS,
         heads: Heads = "learn",
         engine_config: EngineConfig = EngineConfig(),
         budget: BudgetConfig = BudgetConfig(),
@@ -49,20 +57,22 @@ class SpecRollGRPOTrainer(GRPOTrainer):
     ) -> None:
         if kwargs.pop("rollout_func", None) is not None:
             raise ValueError("this trainer brings its own rollout_func; pass yours to trl.GRPOTrainer instead")
-        self.rollout = SpecRollout(heads, engine_config=engine_config, budget=budget, slow=slow)
+        settings = RolloutSettings(
+            heads=heads, proposers=proposers, engine_config=engine_config, budget=budget, slow=slow
+        )
+        self.rollout = sampler(settings, method)
         self._sampled: tuple[Tensor, Tensor] | None = None
         self._generation_seconds = 0.0
         self._gap_totals: dict[str, tuple[float, float]] = {}
         with _without_experimental_warning():
             super().__init__(*args, rollout_func=self.rollout, **kwargs)
-        sampling_of(self)
-        unwrapped(self)
-        self.add_callback(HeadsInCheckpoints(self.rollout))
+        self.rollout.check(self)
+        self.add_callback(InCheckpoints(self.rollout))
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         before = self.rollout.seconds
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.rollout.engine is None:
+        if not self.rollout.policy_version:
             raise RuntimeError(
                 "the trainer did not call its rollout_func. Is trl.GRPOTrainer patched (Unsloth's ignores it)?"
             )
@@ -76,7 +86,8 @@ class SpecRollGRPOTrainer(GRPOTrainer):
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         mode: Mode = "train" if self.model and self.model.training else "eval"
         on_policy = self.rollout.policy_version.get(mode) == self.state.global_step
-        self._sampled = (inputs["sampling_per_token_logps"], inputs["completion_mask"]) if on_policy else None
+        logp_ST = inputs.get("sampling_per_token_logps") if on_policy else None
+        self._sampled = None if logp_ST is None else (logp_ST, inputs["completion_mask"])
         try:
             return super()._compute_loss(model, inputs)
         finally:

@@ -35,6 +35,7 @@ class Ranked(NamedTuple):
     sequence_M: Tensor
     root_S: Tensor
     paths: Paths
+    sound: bool = True  # what `rank` was given as such, now on the host
 
     def plant(self, nodes: int) -> Tree:
         """The trees of the first `nodes` ranked nodes, packed by sequence with parents before children."""
@@ -83,13 +84,14 @@ def grow(draft: Draft | Branches, root_S: Tensor, nodes: int) -> Tree:
     return ranked.plant(len(ranked.gain))
 
 
-def rank(draft: Draft | Branches, root_S: Tensor, most: int, each: int) -> Ranked:
+def rank(draft: Draft | Branches, root_S: Tensor, most: int, each: int, sound: Tensor | None = None) -> Ranked:
     """The best nodes of all sequences, at most `most` in all and `each` of one sequence. One transfer to the host.
 
     Args:
         draft: candidates for S sequences; those of one horizon, or behind one parent, must be distinct tokens.
         root_S: the root tokens, int64.
         most, each: the round's budget and a sequence's own; roots are not counted.
+        sound: a bool that is to come to the host as well, in the same transfer (`guard.Guard.sound`).
 
     Raises:
         ValueError: when a budget is negative.
@@ -102,6 +104,8 @@ def rank(draft: Draft | Branches, root_S: Tensor, most: int, each: int) -> Ranke
     gain_M, at_M = gain_Sn.flatten().topk(min(most, gain_Sn.numel()))
     path_M = path_Sn.flatten()[at_M] + 1
     sequence_M = at_M // max(1, gain_Sn.shape[1])
-    gain, sequence = torch.stack((gain_M, sequence_M.double())).tolist()
+    sound_M = torch.ones_like(gain_M) if sound is None else sound.double().expand_as(gain_M)
+    gain, sequence, all_sound = torch.stack((gain_M, sequence_M.double(), sound_M)).tolist()
     real = len(gain) - gain.count(0.0)  # explicit trees may have fewer nodes than places
-    return Ranked(gain[:real], list(map(int, sequence[:real])), path_M, sequence_M, root_S, found)
+    sequence = list(map(int, sequence[:real]))
+    return Ranked(gain[:real], sequence, path_M, sequence_M, root_S, found, sound=all(all_sound))

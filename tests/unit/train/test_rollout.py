@@ -225,13 +225,13 @@ ROUNDS = [
 ]
 
 
-def logged(trainer: Any, rounds: list[RoundStats], horizons: int, *others: list[float]) -> dict[str, float]:
+def logged(trainer: Any, rounds: list[RoundStats], horizons: int | None, *others: list[float]) -> dict[str, float]:
     """What `_log` adds, where `others` are the totals of other ranks."""
     there = stand_in(trainer)
     there._metrics = {"train": defaultdict(list)}
     there.accelerator.gather = lambda own: torch.cat([own, *(torch.tensor([row]) for row in others)])
-    proposer = SimpleNamespace(horizons=horizons) if horizons else None
-    _log(Rollout([], rounds, 2.0), SimpleNamespace(proposer=proposer), there, "train")  # type: ignore[arg-type]
+    proposer = None if horizons is None else SimpleNamespace(horizons=horizons)
+    _log(Rollout([], rounds, 2.0), SimpleNamespace(proposer=proposer), there, "train", 2)  # type: ignore[arg-type]
     return {key.removeprefix("specroll/"): value for key, (value,) in there._metrics["train"].items()}
 
 
@@ -245,13 +245,20 @@ def test_acceptance_by_horizon_is_a_share_of_the_sequences_that_speculated(train
 
 
 def test_ranks_are_taken_together(trainer: Any) -> None:
-    other = [30.0, 4.0, 5.0, 9.0, 10.0, 4.0, 5.0, 2.0, 2.0]  # five sequences, of which two drew both proposed tokens
+    other = [30.0, 4.0, 5.0, 9.0, 10.0, 4.0, 5.0, 1.0, 2.0, 2.0]  # of five sequences two drew both proposed tokens
     found = logged(trainer, ROUNDS, 2, other)
+    assert found["proposer_faults"] == 2 + 1
     assert (found["acceptance_1"], found["acceptance_2"]) == pytest.approx((6 / 10, 3 / 10))
     assert found["tokens_per_second"] == pytest.approx(30 / 4)
 
 
 def test_where_nothing_was_proposed_no_horizon_is_logged(trainer: Any) -> None:
     plain = [RoundStats(running=2, emitted=2)]
+    names = {"tokens_per_second", "tokens_per_round", "acceptance"}
+    assert set(logged(trainer, plain, None)) == names
     for horizons in (0, 4):
-        assert set(logged(trainer, plain, horizons)) == {"tokens_per_second", "tokens_per_round", "acceptance"}
+        assert set(logged(trainer, plain, horizons)) == names | {"proposer_faults"}
+
+
+def test_a_proposer_that_tells_no_horizons_has_those_of_its_trees(trainer: Any) -> None:
+    assert logged(trainer, ROUNDS, 0) == logged(trainer, ROUNDS, max(len(r.accepted_by_depth) for r in ROUNDS))

@@ -28,7 +28,8 @@ from specroll.report.live import GENERATION_SHARE, REWARD, STEP_SECONDS
 from specroll.slow import cold, path
 from specroll.slow.consolidate import consolidate
 from specroll.slow.path import SlowPath
-from specroll.train.rollout import SAVED_HEADS, SpecRollout
+from specroll.train.proposers import SAVED_HEADS
+from specroll.train.rollout import SpecRollout
 from specroll.train.trainer import SpecRollGRPOTrainer
 from tiny import PAD, tiny, tiny_tokenizer
 
