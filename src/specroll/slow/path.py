@@ -39,7 +39,7 @@ COLD_POSITIONS = 32_768
 """Most tokens that are remembered at a cold start, which bounds memory where responses are long."""
 POSITIONS = 8_192
 """The same afterwards: what the policy did long ago is no guide to what it does."""
-WINDOW = 256
+WINDOW = 512
 """Recorded tokens, or draws of the first horizon, that heads are watched on at once, at the least."""
 TAUGHT = 1024
 """Least tokens that a refresh learns from, beside those that judge it."""

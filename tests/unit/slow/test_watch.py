@@ -278,7 +278,7 @@ def test_a_folder_without_its_state_is_refused(slow: SlowPath, tmp_path: Path) -
         slow.load(tmp_path)
 
 
-def tally(share: float, draws: float = 200.0) -> list[list[float]]:
+def tally(share: float, draws: float = 400.0) -> list[list[float]]:
     return [[draws, draws / 2], [draws * share, draws / 2 * share]]
 
 
