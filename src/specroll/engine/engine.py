@@ -192,7 +192,7 @@ class Engine:
         cache = self.target.cache
         if cache is None or not cache.holds(slots, length):
             row_bytes = self.target.vocab_size * 4 * _COPIES_OF_LOGITS
-            if self.rule is not None:  # sequences share its nodes
+            if self.proposer is not None and self.rule is not None:  # sequences share its nodes
                 rows = -(-max(n + self.rule.nodes(n) for n in range(1, slots + 1)) // slots)
             check_fits(self.target.cache_shape, slots, length, row_bytes, rows)
             self.target.reserve(slots, length)
