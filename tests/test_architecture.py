@@ -29,7 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "noise": set(),
     "files": set(),
     "device": set(),
-    "guard": {"types", "device"},
+    "guard": {"types", "device", "soundness"},
+    "soundness": {"types"},
     "report": {"files"},
     "truncation": {"types"},
     "sampling": {"types", "noise", "truncation"},
@@ -47,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "check": _TOP | {"oracle"},
     "simulate": _ENGINE | {"files"},
     "hf": _TOP,
-    "train": _TOP | {"report", "slow"},
+    "train": _TOP | {"report", "slow", "rivals"},
     "bench": _TOP | {"report", "train", "slow"},
     "cli": _TOP | {"report", "train", "bench", "check", "hf", "files", "simulate"},
 }

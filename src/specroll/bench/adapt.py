@@ -206,7 +206,7 @@ class Contest:
     def _sample(self, name: str, prompts: Sequence[Any]) -> tuple[dict[str, list[Any]], Record]:
         """What the system gives the trainer, and what is noted of it."""
         system, aside = self.systems[name], self._asides[name]
-        learned = 0.0 if system.learner is None else system.learner.seconds
+        learned = system.proposers.learning_seconds
         output = system(prompts, aside)
         rollout = system.latest
         assert rollout is not None
@@ -214,7 +214,7 @@ class Contest:
         noted: Record = {
             "seconds": rollout.seconds,
             "recording": rollout.recording_seconds,
-            "learning": 0.0 if system.learner is None else system.learner.seconds - learned,
+            "learning": system.proposers.learning_seconds - learned,
             "tokens": rollout.tokens,
             "turns": sum(r.running for r in rounds),
             "emitted": sum(r.emitted for r in rounds),

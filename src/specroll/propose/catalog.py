@@ -13,19 +13,17 @@ from transformers import PreTrainedModel
 
 from specroll.config import is_import_path
 from specroll.guard import completed
+from specroll.propose.blend import Blend
+from specroll.propose.suffix import SuffixProposer
 from specroll.types import Proposer
 
 Maker = Callable[[PreTrainedModel, Any], Proposer]
 """Called with the model (without adapters around it) and its tokenizer, which may be None."""
 
 
-def _absent(name: str) -> Any:
-    raise ValueError(f"the proposer {name!r} is not part of this version yet: leave it out")
-
-
 # `heads` is not here: whoever has heads, or lets them learn, gives `find` a maker of its own.
-_BUILT_IN: Mapping[str, Callable[[], Maker]] = {
-    "suffix": lambda: _absent("suffix"),
+_BUILT_IN: Mapping[str, Maker] = {
+    "suffix": lambda model, tokenizer: SuffixProposer(),
 }
 
 
@@ -40,15 +38,13 @@ def find(name: str) -> Maker:
         raise ValueError(
             f"no proposer is named {name!r}: {', '.join(_BUILT_IN)} are, or your own class as module:Class"
         )
-    return _BUILT_IN[name]()
+    return _BUILT_IN[name]
 
 
 def together(proposers: Sequence[Proposer]) -> Proposer | None:
     """Several proposers as one; None of none."""
     if len(proposers) > 1:
-        raise ValueError(
-            f"{', '.join(p.name for p in proposers)} cannot propose together in this version yet: name one of them"
-        )
+        return Blend(proposers)
     return proposers[0] if proposers else None
 
 

@@ -31,6 +31,7 @@ from specroll.propose.suffix_store import ResponseStore
 from specroll.propose.suffix_trie import GRADES, Trie, grow_trie
 from specroll.types import Branches, Features, RunningText, TargetOutput, Tree, Verdict
 
+FILE = "suffixes.safetensors"
 _LEAST_GAIN = 0.01
 """A node that the draws reach more seldom is worth no row of any pass."""
 _MOST_NODES = 64  # of a sequence
@@ -48,7 +49,7 @@ class SuffixBranches(Branches):
 class SuffixProposer:
     """What followed before, with calibrated hits. Finished responses are kept, across rollouts and epochs.
 
-    `save` and `restore` carry them and the calibration over to another process.
+    `save` and `load` carry them and the calibration over to another process.
     """
 
     name = "suffix"
@@ -94,13 +95,13 @@ class SuffixProposer:
         if text.prompt_ids in self._groups:
             self._followed(text, self._running.pop(text.sample, None))
 
-    def save(self, path: str | Path) -> None:
-        """Write what finished responses and hits have taught, in one safetensors file."""
-        suffix_store.write(Path(path), self.store.state_dict() | self.hits.state_dict())
+    def save(self, folder: str | Path) -> None:
+        """Write what finished responses and hits have taught, as one safetensors file in a folder."""
+        suffix_store.write(Path(folder) / FILE, self.store.state_dict() | self.hits.state_dict())
 
-    def restore(self, path: str | Path) -> None:
+    def load(self, folder: str | Path) -> None:
         """Take over what `save` wrote. Raises ValueError for a file that is missing, damaged or of another format."""
-        path = Path(path)
+        path = Path(folder) / FILE
         tensors = suffix_store.read(path)
         hits, store = _fresh_hits(), ResponseStore(self.store.max_tokens)
         try:

@@ -21,6 +21,7 @@ from specroll.engine import Engine
 from specroll.slow.path import SlowPath
 from specroll.train.hf_rollout import HFRollout
 from specroll.train.proposers import Heads
+from specroll.train.rival import Rival
 from specroll.train.rollout import Mode, SpecRollout
 
 if TYPE_CHECKING:
@@ -80,8 +81,10 @@ def described(config: TrainConfig) -> str:
     return f"heads: {config.heads}" if names == PROPOSERS else f"proposers: {names}"
 
 
-def _absent(settings: RolloutSettings) -> Sampler:
-    raise ValueError("the method fastgrpo is not part of this version yet: use specroll, plain or hf")
+def _fastgrpo(settings: RolloutSettings) -> Sampler:
+    rollout = SpecRollout(None, engine_config=settings.engine_config)
+    rollout.proposers = Rival()
+    return rollout
 
 
 _METHODS: Mapping[MethodName, Callable[[RolloutSettings], Sampler]] = {
@@ -94,7 +97,7 @@ _METHODS: Mapping[MethodName, Callable[[RolloutSettings], Sampler]] = {
     ),
     "plain": lambda settings: SpecRollout(None, engine_config=settings.engine_config),
     "hf": lambda settings: HFRollout(),
-    "fastgrpo": _absent,
+    "fastgrpo": _fastgrpo,
 }
 
 

@@ -35,6 +35,11 @@ class InRun(Protocol):
         """Teaches heads; None where there are none, or none that may change."""
         ...
 
+    @property
+    def learning_seconds(self) -> float:
+        """What learning between rollouts has taken so far."""
+        ...
+
     def start(self, engine: Engine, tokenizer: Any, checkpoint: Path | None) -> None:
         """Give a new engine its proposer, as `checkpoint` left it if there is one."""
         ...
@@ -73,6 +78,10 @@ class Proposers:
         self._makers = {name: catalog.find(name) for name in names if name != "heads"}
         self._others: dict[str, Proposer] = {}
 
+    @property
+    def learning_seconds(self) -> float:
+        return 0.0 if self.learner is None else self.learner.seconds
+
     def start(self, engine: Engine, tokenizer: Any, checkpoint: Path | None) -> None:
         self.heads = self.learner = None
         causal = engine.target.causal
@@ -87,7 +96,7 @@ class Proposers:
 
     def policy_moved(self, engine: Engine) -> None:
         """Heads take over what they share with the policy, if that can have changed."""
-        if self.heads is not None and _head_moves(engine):
+        if self.heads is not None and head_moves(engine):
             self.heads.refresh()
 
     def record(self, engine: Engine) -> Callable[[Trajectory], None] | None:
@@ -158,7 +167,7 @@ def _folder(name: str) -> str:
     return re.sub(r"\W", "-", name)
 
 
-def _head_moves(engine: Engine) -> bool:
+def head_moves(engine: Engine) -> bool:
     """Whether training changes what heads share with the policy, its embedding and lm_head (LoRA leaves them alone)."""
     causal = engine.target.causal
     shared = (causal.get_input_embeddings(), causal.get_output_embeddings())

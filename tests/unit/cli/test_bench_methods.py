@@ -87,7 +87,6 @@ def test_it_goes_on_training_by_training(
         (("--steps", 3), 2, "epochs must divide the steps"),
         (("--batches", "1x1"), 2, "two responses or more"),
         (("--methods", "hf"), 2, "methods are heads, suffix"),
-        (("--methods", "fastgrpo"), 1, "fastgrpo is not part of this version"),
     ],
 )
 def test_what_cannot_be_is_refused(

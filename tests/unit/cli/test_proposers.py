@@ -50,7 +50,6 @@ def test_a_class_of_ones_own_is_proved_like_heads(specroll: Run, tiny_folder: Pa
         (("--proposers", "nowhere_at_all:X"), 1, "there is no module 'nowhere_at_all'"),
         (("--proposers", "phrases_of_mine:Y"), 1, "has no class Y"),
         (("--proposers", "heads"), 1, "named among the proposers and given as heads"),
-        (("--proposers", "suffix"), 1, "'suffix' is not part of this version"),
     ],
 )
 def test_what_cannot_propose_is_one_line(

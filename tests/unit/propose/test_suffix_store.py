@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from specroll.propose import suffix_store
-from specroll.propose.suffix import SuffixProposer
+from specroll.propose.suffix import FILE, SuffixProposer
 from specroll.propose.suffix_store import MOST_OF_ONE, ResponseStore
 from specroll.types import RunningText
 
@@ -71,9 +71,9 @@ def taught() -> SuffixProposer:
 
 def test_comes_back_from_a_file_as_it_was(tmp_path: Path) -> None:
     saved, restored = taught(), SuffixProposer()
-    saved.save(tmp_path / "deep" / "suffixes.safetensors")
+    saved.save(tmp_path / "deep")
     restored.ended(RunningText((4,), [1], 9))  # what was there before is replaced
-    restored.restore(tmp_path / "deep" / "suffixes.safetensors")
+    restored.load(tmp_path / "deep")
     for prompt in [(1, 2), (3,), (4,)]:
         assert restored.store.of(prompt) == saved.store.of(prompt)
     assert restored.store.tokens == 16
@@ -84,16 +84,16 @@ def test_comes_back_from_a_file_as_it_was(tmp_path: Path) -> None:
 
 
 def test_an_empty_store_comes_back_empty(tmp_path: Path) -> None:
-    SuffixProposer().save(tmp_path / "file")
+    SuffixProposer().save(tmp_path)
     restored = taught()
-    restored.restore(tmp_path / "file")
+    restored.load(tmp_path)
     assert (restored.store.tokens, len(restored.store)) == (0, 0)
 
 
 def test_with_less_room_the_oldest_are_dropped(tmp_path: Path) -> None:
-    taught().save(tmp_path / "file")
+    taught().save(tmp_path)
     restored = SuffixProposer(max_tokens=9)
-    restored.restore(tmp_path / "file")
+    restored.load(tmp_path)
     assert restored.store.of((1, 2)) == [[3, 7, 8, 8]]
     assert restored.store.of((3,)) == [[2, 7, 8, 7]]
 
@@ -146,11 +146,11 @@ def damage(path: Path, how: str) -> None:
     ],
 )
 def test_a_damaged_file_is_refused_and_changes_nothing(tmp_path: Path, how: str, words: str) -> None:
-    path = tmp_path / "suffixes.safetensors"
-    taught().save(path)
+    path = tmp_path / FILE
+    taught().save(tmp_path)
     damage(path, how)
     proposer = taught()
     with pytest.raises(ValueError, match=words) as error:
-        proposer.restore(path)
+        proposer.load(tmp_path)
     assert str(path) in str(error.value)
     assert proposer.store.of((3,)) == [[2, 7, 8, 7]] and proposer.hits.drawn_I[3] == 2.5

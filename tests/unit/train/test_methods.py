@@ -18,8 +18,9 @@ from specroll.report.records import RunFolder
 from specroll.train import methods
 from specroll.train.hf_rollout import HFRollout
 from specroll.train.methods import RolloutSettings, sampler
-from specroll.train.proposers import SAVED_PROPOSERS
+from specroll.train.proposers import SAVED_HEADS, SAVED_PROPOSERS
 from specroll.train.resume import resumed
+from specroll.train.rival import SAVED_DRAFTER
 from specroll.train.rollout import SpecRollout
 from tiny import VOCAB_SIZE
 
@@ -132,6 +133,31 @@ def test_a_proposer_of_ones_own_trains_and_is_kept_in_checkpoints(tmp_path: Path
     assert engine.proposer is not trainer.rollout.engine.proposer and engine.proposer.asked == asked  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"method": "fastgrpo"}, SAVED_DRAFTER),
+        ({"proposers": "suffix", "budget": BudgetConfig(**SPECULATE)}, f"{SAVED_PROPOSERS}/suffix"),
+        ({"proposers": "heads,suffix", "heads": some_heads(), "budget": BudgetConfig(**SPECULATE)}, SAVED_HEADS),
+    ],
+    ids=["fastgrpo", "suffix", "heads,suffix"],
+)
+def test_other_proposers_train_as_plain_decoding_does_and_go_on_from_checkpoints(
+    tmp_path: Path, settings: dict[str, Any], kept: str
+) -> None:
+    plain = grpo_trainer(tmp_path / "plain", trainer_settings={"method": "plain"})
+    plain.train()
+    trainer = grpo_trainer(tmp_path / "own", trainer_settings=settings, save_strategy="steps", save_steps=2)
+    trainer.train()
+    assert trainer.notes.completions == plain.notes.completions
+    assert max(log["specroll/acceptance"] for log in logs_of(trainer)) > 0
+    assert all(log["specroll/proposer_faults"] == 0 for log in logs_of(trainer))
+    assert (tmp_path / "own" / "checkpoint-2" / kept).is_dir()
+    again = grpo_trainer(tmp_path / "again", trainer_settings=settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "own" / "checkpoint-2"))
+    assert again.notes.completions == plain.notes.completions[16:]
+
+
 def test_faults_of_a_training_are_in_its_logs(
     tmp_path: Path, counting: str, proposer_faults: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,11 +188,6 @@ def test_several_proposers_go_on_without_heads_that_have_not_learned(
     trainer = grpo_trainer(tmp_path, trainer_settings={"proposers": f"{counting},heads"}, max_steps=3)
     trainer.train()
     assert installed[0] == ["Counting"] and installed[-1] == ["Counting", "heads"]
-
-
-def test_what_is_not_there_yet_is_refused_by_name(tmp_path: Path, counting: str) -> None:
-    with pytest.raises(ValueError, match="fastgrpo"):
-        sampler(RolloutSettings(), "fastgrpo")
 
 
 def test_a_method_that_does_not_exist_is_refused() -> None:
