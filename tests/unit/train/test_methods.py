@@ -145,15 +145,17 @@ def test_a_proposer_of_ones_own_trains_and_is_kept_in_checkpoints(tmp_path: Path
 def test_other_proposers_train_as_plain_decoding_does_and_go_on_from_checkpoints(
     tmp_path: Path, settings: dict[str, Any], kept: str
 ) -> None:
-    plain = grpo_trainer(tmp_path / "plain", trainer_settings={"method": "plain"})
+    plain = grpo_trainer(tmp_path / "plain", trainer_settings={"method": "plain"}, max_steps=4)
     plain.train()
-    trainer = grpo_trainer(tmp_path / "own", trainer_settings=settings, save_strategy="steps", save_steps=2)
+    trainer = grpo_trainer(
+        tmp_path / "own", trainer_settings=settings, max_steps=4, save_strategy="steps", save_steps=2
+    )
     trainer.train()
     assert trainer.notes.completions == plain.notes.completions
     assert max(log["specroll/acceptance"] for log in logs_of(trainer)) > 0
     assert all(log["specroll/proposer_faults"] == 0 for log in logs_of(trainer))
     assert (tmp_path / "own" / "checkpoint-2" / kept).is_dir()
-    again = grpo_trainer(tmp_path / "again", trainer_settings=settings)
+    again = grpo_trainer(tmp_path / "again", trainer_settings=settings, max_steps=4)
     again.train(resume_from_checkpoint=str(tmp_path / "own" / "checkpoint-2"))
     assert again.notes.completions == plain.notes.completions[16:]
 
