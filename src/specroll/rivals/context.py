@@ -148,8 +148,8 @@ class Context:
         while any(sequence.waiting for sequence in self._running):
             parts = {slot: sequence.ahead() for slot, sequence in enumerate(self._running) if sequence.waiting}
             counts = {slot: part.token_N.shape[0] for slot, part in parts.items()}
-            columns = (torch.cat(column) for column in zip(*parts.values(), strict=True))
-            out_NH = run(*columns, *self._chains(counts))
+            hidden_NH, token_N = (torch.cat(column) for column in zip(*parts.values(), strict=True))
+            out_NH = run(hidden_NH, token_N, *self._chains(counts))
             for (slot, part), out_nH in zip(parts.items(), out_NH.split([*counts.values()]), strict=True):
                 self._running[slot].advance(part, keeps=self.keeps)
                 last_SH[slot] = out_nH[-1]
