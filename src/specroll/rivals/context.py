@@ -59,6 +59,21 @@ class _Sequence:
     waiting: list[Pairs]  # those that follow
     seen: list[Pairs] = field(default_factory=list)  # those before, where they are kept
 
+    def ahead(self) -> Pairs:
+        """The next pairs to run: `AT_ONCE` of those that wait, or as many as there are."""
+        if len(self.waiting) > 1:
+            self.waiting = [Pairs(*(torch.cat(parts) for parts in zip(*self.waiting, strict=True)))]
+        return Pairs(*(part[:AT_ONCE] for part in self.waiting[0]))
+
+    def advance(self, pairs: Pairs, *, keeps: bool) -> None:
+        """These have been run."""
+        count = pairs.token_N.shape[0]
+        rest = Pairs(*(part[count:] for part in self.waiting[0]))
+        self.waiting = [rest] if rest.token_N.shape[0] else []
+        self.done += count
+        if keeps:
+            self.seen.append(pairs)
+
     def passage(self) -> Passage:
         hidden_TH, token_T = (torch.cat(parts) for parts in zip(*self.seen, *self.waiting, strict=True))
         return Passage(hidden_TH, token_T, self.prompt)
@@ -125,42 +140,28 @@ class Context:
         return [sequence.done for sequence in self._running]
 
     def extend(self, run: Run) -> Tensor:
-        """Run all pairs that wait, at least one of each sequence. Returns the drafter's last state of each, [S, H]."""
+        """Run all pairs that wait, at least one of each sequence. Returns the drafter's last state of each, [S, H].
+
+        Where `run` fails, what it was to run waits as before.
+        """
         last_SH: list[Tensor] = [torch.empty(0)] * len(self._running)
         while any(sequence.waiting for sequence in self._running):
-            counts, pairs = self._next()
-            out_NH = run(*pairs, *self._chains(counts))
-            for slot, (sequence, part) in enumerate(zip(self._running, out_NH.split(counts), strict=True)):
-                sequence.done += part.shape[0]
-                if part.shape[0]:
-                    last_SH[slot] = part[-1]
+            parts = {slot: sequence.ahead() for slot, sequence in enumerate(self._running) if sequence.waiting}
+            counts = {slot: part.token_N.shape[0] for slot, part in parts.items()}
+            hidden_NH, token_N = (torch.cat(column) for column in zip(*parts.values(), strict=True))
+            out_NH = run(hidden_NH, token_N, *self._chains(counts))
+            for (slot, part), out_nH in zip(parts.items(), out_NH.split([*counts.values()]), strict=True):
+                self._running[slot].advance(part, keeps=self.keeps)
+                last_SH[slot] = out_nH[-1]
         return torch.stack(last_SH)
 
-    def _next(self) -> tuple[list[int], Pairs]:
-        """The pairs of the coming pass, sequence by sequence, and how many each sequence has of them."""
-        counts: list[int] = []
-        chosen: list[Pairs] = []
-        for sequence in self._running:
-            room = AT_ONCE
-            while sequence.waiting and room:
-                first = sequence.waiting.pop(0)
-                if first.token_N.shape[0] > room:
-                    sequence.waiting.insert(0, Pairs(first.hidden_NH[room:], first.token_N[room:]))
-                    first = Pairs(first.hidden_NH[:room], first.token_N[:room])
-                room -= first.token_N.shape[0]
-                chosen.append(first)
-                if self.keeps:
-                    sequence.seen.append(first)
-            counts.append(AT_ONCE - room)
-        return counts, Pairs(*(torch.cat(parts) for parts in zip(*chosen, strict=True)))
-
-    def _chains(self, counts: list[int]) -> tuple[Tensor, TreePass]:
-        """Positions, and the pass in which every pair attends to those before it in its sequence."""
+    def _chains(self, counts: dict[int, int]) -> tuple[Tensor, TreePass]:
+        """Positions, and the pass in which so many pairs of each slot attend to those before them in their sequence."""
         assert self.cache is not None
         device, lengths = self.shape.device, self.lengths()
-        size = max(counts)
-        sequence_N = torch.tensor([s for s, n in enumerate(counts) for _ in range(n)], device=device)
-        slot_N = torch.tensor([i for n in counts for i in range(n)], device=device)
+        size = max(counts.values())
+        sequence_N = torch.tensor([slot for slot, count in counts.items() for _ in range(count)], device=device)
+        slot_N = torch.tensor([i for count in counts.values() for i in range(count)], device=device)
         length_S = torch.tensor(lengths, device=device)
         before_nn = torch.ones(size, size, dtype=torch.bool, device=device).tril()
         rows = TreePass(self.cache, places(sequence_N, slot_N, slot_N, size), length_S, max(lengths), before_nn[slot_N])

@@ -121,6 +121,23 @@ def test_planted_bugs_are_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert noticed
 
 
+def test_a_pass_that_fails_leaves_no_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pairs are run with the next proposal, as if the round had been a plain one."""
+    propose, failing = FastGRPOProposer.propose, random.Random(1)
+
+    def fails_at_times(self: FastGRPOProposer, features: Features) -> Branches:
+        run = self._run
+        if failing.random() < 0.4:
+            monkeypatch.setattr(self, "_run", lambda *a: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                propose(self, features)
+            monkeypatch.setattr(self, "_run", run)
+        return propose(self, features)
+
+    monkeypatch.setattr(FastGRPOProposer, "propose", fails_at_times)
+    assert run("llama", 3, monkeypatch).worst < 1e-4
+
+
 def test_passages_are_whole_responses_with_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     model, expected = plain("llama")
     rule = FastGRPORule(60)
