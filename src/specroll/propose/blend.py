@@ -1,10 +1,10 @@
 """Several proposers as one: their candidates merged into one tree, under one budget, by calibrated hit probability.
 
 Nodes are the same where their paths are: the same tokens behind the same root. Such a node is proposed once. How likely
-it is, when some members propose it with such and such probabilities, and others propose something else or nothing, is
-learned from hits and misses, starting from the highest of the probabilities that it was given. Each member learns from
-the draft that it made itself, and from the tree in its own terms: there a node that only others proposed has the rank
--1. Knows nothing of what its members are.
+it is when some members propose it, with such and such probabilities, and others do not, is learned from hits and
+misses, starting from the highest of the probabilities that it was given. Each member learns from the draft that it made
+itself, and from the tree in its own terms: there a node that only others proposed has the rank -1. Knows nothing of
+what its members are.
 
     S  sequences    X  members    M  nodes of a sequence, then the root    I  bins
 """
@@ -25,9 +25,8 @@ from specroll.types import Branches, Draft, Features, Listener, Proposer, Runnin
 _FACTOR, _WORD = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 """Odd numbers, which make a path's tokens its code."""
 _EDGES = (1e-7, 0.05, 0.15, 0.35, 0.65)
-"""Of a member's probability, none at all included: what all members say of a node makes its bin."""
-_ELSE = len(_EDGES) + 1
-"""What a member says that proposes other nodes behind the same parent."""
+"""Of a member's probability, none at all included: what all members say of a node makes its bin. Whether one that does
+not propose it has said nothing there or something else was tried as well: no token more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +75,11 @@ class Blend:
         # A node's parent comes before it, and so does the node that stands for the parent.
         parent_SM = first_SM.gather(1, forest.parent_SM)[:, :root]
         at_SM = first_SM.where(forest.hit_SM > 0, root)  # what is no node is written where the root will be
-        rank_XSM = _tables([rank_SM for _, rank_SM in spelled], at_SM, missing=-1, root=0)
-        hit_XSM = _tables([branches.hit_SM for branches, _ in spelled], at_SM, missing=0, root=0)[..., :root]
-        raw_SM, bin_SM = hit_XSM.amax(0), _bins(hit_XSM, parent_SM)
+        rank_XSM = _tables([rank_SM for _, rank_SM in spelled], at_SM, missing=-1)
+        hit_XSM = _tables([branches.hit_SM for branches, _ in spelled], at_SM, missing=0)[..., :root]
+        raw_SM, bin_SM = hit_XSM.amax(0), _bins(hit_XSM)
         if self.hits is None:
-            self.hits = BinnedHits((_ELSE + 1) ** len(self.members), raw_SM.device)
+            self.hits = BinnedHits((len(_EDGES) + 1) ** len(drafts), raw_SM.device)
         return Blended(
             forest.token_SM[:, :root],
             torch.where(parent_SM == root, -1, parent_SM),
@@ -96,6 +95,7 @@ class Blend:
         if self.hits is not None:
             self.hits.observe(draft.raw_SM, draft.bin_SM, *outcomes(draft, tree, verdict))
         rank_XN = draft.rank_XSM[:, tree.sequence_N, torch.where(tree.depth_N == 0, -1, tree.rank_N)]
+        rank_XN = rank_XN.where(tree.rank_N >= 0, -1)  # in a blend of blends
         for member, own, rank_N in zip(self.members, draft.drafts, rank_XN, strict=True):
             member.observe(own, replace(tree, rank_N=rank_N), verdict, out)
 
@@ -137,23 +137,19 @@ def _first_of_path(forest: Branches) -> Tensor:
     return same_SMM.int().argmax(-1)
 
 
-def _tables(own: Sequence[Tensor], at_SM: Tensor, *, missing: int, root: int) -> Tensor:
-    """What each member says of its own nodes, written where the nodes that stand for them are: [X, S, M]."""
+def _tables(own: Sequence[Tensor], at_SM: Tensor, *, missing: int) -> Tensor:
+    """What each member says of its own nodes, at the nodes that stand for them, and 0 of the root, [X, S, M]."""
     table_XSM = own[0].new_full((len(own), *at_SM.shape), missing)
     start = 0
     for table_SM, own_SM in zip(table_XSM, own, strict=True):
         table_SM.scatter_(1, at_SM[:, start : start + own_SM.shape[1]], own_SM)
         start += own_SM.shape[1]
-    table_XSM[:, :, -1] = root
+    table_XSM[:, :, -1] = 0
     return table_XSM
 
 
-def _bins(hit_XSM: Tensor, parent_SM: Tensor) -> Tensor:
+def _bins(hit_XSM: Tensor) -> Tensor:
     """One number for what all members say of a node."""
-    members = hit_XSM.shape[0]
     level_XSM = torch.bucketize(hit_XSM.contiguous(), hit_XSM.new_tensor(_EDGES))
-    parent_XSM = parent_SM.expand_as(level_XSM)
-    children_XSM = F.pad(torch.zeros_like(level_XSM), (0, 1)).scatter_add_(2, parent_XSM, (hit_XSM > 0).long())
-    level_XSM = level_XSM.where((hit_XSM > 0) | (children_XSM.gather(2, parent_XSM) == 0), _ELSE)
-    place_X = (_ELSE + 1) ** torch.arange(members, device=hit_XSM.device)
+    place_X = (len(_EDGES) + 1) ** torch.arange(len(level_XSM), device=hit_XSM.device)
     return (level_XSM * place_X[:, None, None]).sum(0)

@@ -153,6 +153,20 @@ def test_each_member_hears_of_the_tree_in_its_own_terms(own: list[Draft | Branch
         assert torch.equal(heard_tree.parent_N, tree.parent_N)
 
 
+def test_a_blend_may_be_a_member() -> None:
+    one, other = (branches([[(-1, 0.5), (0, 0.5)]], tokens=t) for t in (3, 5))
+    inner, outer = Told(one), Told(other)
+    blend = Blend([Blend([inner]), outer])
+    proposal = blend.propose(features(1))
+    tree = grow(proposal, torch.tensor([99]), 4)
+    unknown_N = torch.zeros(5)
+    blend.observe(proposal, tree, walk(tree, Draws(torch.zeros(5, dtype=torch.int64), *[unknown_N] * 3)))
+    for member, token in ((inner, 3), (outer, 5)):
+        ((_, heard, _, _),) = member.heard
+        own_N = (tree.token_N == token) | (tree.depth_N == 0)
+        assert torch.equal(heard.rank_N, torch.where(own_N, (tree.depth_N - 1).clamp(min=0), -1))
+
+
 def test_it_learns_what_its_members_are_worth_together() -> None:
     """Both say that 3 is drawn in half of the cases, one says the same of 4 besides. In truth 3 is drawn nine times of
     ten where both say so, and 4 never beside it: then the one is worth more than either said, and the other less."""
@@ -168,12 +182,6 @@ def test_it_learns_what_its_members_are_worth_together() -> None:
         drawn_N = torch.tensor([3 if round_ % 10 else 5])
         blend.observe(proposal, tree, walk(tree, Draws(drawn_N, unknown_N, unknown_N, unknown_N)))
     assert hits_of(blend.propose(seen), 0) == pytest.approx({(3,): 0.9, (4,): 0.0}, abs=0.02)
-
-
-def test_a_member_that_is_silent_says_less_than_one_that_says_otherwise() -> None:
-    one, other, silent = (branches([row], tokens=t) for row, t in (([(-1, 0.5)], 3), ([(-1, 0.5)], 5), ([], 0)))
-    bins = [Blend([Told(one), Told(draft)]).propose(features(1)).bin_SM[0, 0].item() for draft in (one, other, silent)]
-    assert len(set(bins)) == 3
 
 
 def calibrated(feed: Callable[[HitCalibrator, Draft], None]) -> list[float]:

@@ -215,6 +215,8 @@ def test_spelled_out_a_draft_grows_the_same_trees(kind: str, nodes: int) -> None
     assert_well_formed(tree, branches, root_S)
     for name in ("token_N", "parent_N", "depth_N", "sequence_N", "slot_N"):
         assert torch.equal(getattr(tree, name), getattr(expected, name)), name
+    gains = [rank(kind, root_S, 3 * nodes, nodes).gain for kind in (draft, branches)]
+    assert gains[1] == pytest.approx(gains[0])
     called_N = torch.where(tree.depth_N > 0, rank_SM[tree.sequence_N, tree.rank_N], 0)
     assert torch.equal(called_N, expected.rank_N)
 
