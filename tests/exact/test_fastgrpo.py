@@ -12,11 +12,12 @@ from torch import nn
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine, Rollout
 from specroll.engine.measure import propose_seconds
+from specroll.guard import Guard
 from specroll.rivals.fastgrpo import FastGRPO
 from specroll.rivals.rule import FastGRPORule
 from specroll.rivals.settings import FastGRPOConfig
 from specroll.types import Request, SamplingParams
-from tiny import ARCHITECTURES, EOS, tiny
+from tiny import ARCHITECTURES, EOS, VOCAB_SIZE, tiny
 
 SPREAD = requests(4, 6)
 """The same prompts, whose responses end far apart."""
@@ -137,7 +138,7 @@ def test_our_own_budget_takes_a_drafter_as_well(budget: BudgetConfig) -> None:
         assert all(r.proposed == 3 * r.running for r in rollout.rounds)
     with engine.target.rolling_out():
         engine.target.reserve(3, 200)
-        seconds = propose_seconds(engine.target, rival.proposer, SAMPLING)
+        seconds = propose_seconds(engine.target, Guard(rival.proposer, VOCAB_SIZE), SAMPLING)
     assert 0 < seconds(1) <= seconds(8)
 
 

@@ -15,7 +15,7 @@ from replay import Replay
 from specroll.config import BudgetConfig
 from specroll.engine import Engine, Rollout
 from specroll.guard import MOST_FAULTS, Guard, completed
-from specroll.types import Draft, Features, Request, SamplingParams, TargetOutput, Tree, Verdict
+from specroll.types import Branches, Draft, Features, Request, SamplingParams, TargetOutput, Tree, Verdict
 from tiny import VOCAB_SIZE, tiny
 
 SAMPLING = SamplingParams(seed=7, top_p=0.95)
@@ -84,6 +84,17 @@ def remade(part: str, make: Callable[[torch.Tensor], Any]) -> Spoil:
     return lambda draft: replace(draft, **{part: make(getattr(draft, part))})
 
 
+def tree(token: int = 7, parent: int = 0, hit: float = 0.5) -> Callable[[Draft], Branches]:
+    """Of every sequence: token 7, and behind it `token`, or beside it with `parent` -1."""
+
+    def make(draft: Draft) -> Branches:
+        sequences = draft.token_SKC.shape[0]
+        token_SM, parent_SM = (torch.tensor([pair] * sequences) for pair in ([7, token], [-1, parent]))
+        return Branches(token_SM, parent_SM, torch.tensor([[0.5, hit]] * sequences))
+
+    return make
+
+
 LAST = (-1, -1, -1)
 SPOILT: dict[str, tuple[Spoil, str]] = {
     "token behind the vocabulary": (changed("token_SKC", LAST, VOCAB_SIZE), "token 61, outside the model's vocabulary"),
@@ -110,6 +121,13 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "whole hits": (remade("hit_SKC", torch.Tensor.long), "hit_SKC as torch.int64"),
     "another device": (remade("score_SKC", lambda score: score.to("meta")), "score_SKC on meta"),
     "a list": (remade("token_SKC", torch.Tensor.tolist), "token_SKC as list"),
+    "a tree's token behind the vocabulary": (tree(token=VOCAB_SIZE), "token 61, outside the model's vocabulary"),
+    "a tree's negative token": (tree(token=-1), "token -1, outside the model's vocabulary"),
+    "equal siblings in a tree": (tree(parent=-1), "the same token twice behind one parent"),
+    "a tree's NaN hit": (tree(hit=torch.nan), "a hit probability that is not"),
+    "a tree's hit above 1": (tree(hit=1.5), "a hit probability that is not"),
+    "a tree of another shape": (lambda d: replace(tree()(d), parent_SM=d.token_SKC[:, 0]), "parent_SM of shape 4x3"),
+    "a tree of floats": (lambda d: replace(tree()(d), parent_SM=torch.zeros(4, 2)), "parent_SM as torch.float32"),
     "nothing": (lambda draft: None, "NoneType, not a specroll.types.Draft"),
     "an error": (raised(KeyError("lost")), "propose raised KeyError: 'lost'"),
 }
@@ -275,3 +293,53 @@ def test_the_host_does_not_wait_for_the_values_of_a_draft() -> None:
         assert draft is not None
         sound = guard.sound(draft)
     assert sound.shape == () and bool(sound)
+
+
+@pytest.mark.parametrize("make", [tree(), tree(token=5), tree(parent=-1, hit=0.0), tree(token=-4, hit=0.0)])
+def test_a_sound_tree_is_no_fault(make: Spoil, model: Any, plain: Rollout) -> None:
+    """The same token behind itself; and places that hold no node may hold anything."""
+    proposer = Faulty(plain, make)
+    rollout = engine_of(model, proposer).generate(REQUESTS, SAMPLING)
+    assert tokens_of(rollout) == tokens_of(plain)
+    assert rollout.faults == 0 and proposer.told == proposer.asked > MOST_FAULTS
+    assert all(r.proposed for r in rollout.rounds)
+
+
+class Following(Faulty):
+    """Is told of slots, and fails at one verb."""
+
+    fails: str
+
+    def _told(self, verb: str) -> str:
+        if verb == self.fails:
+            raise RuntimeError("lost")
+        return verb
+
+    def begin(self, slots: int, length: int) -> None:
+        self._told("begin")
+
+    def read(self, token_P: Sequence[int], hidden_PH: torch.Tensor) -> str:
+        return self._told("read")
+
+    def admit(self, read: str, root: int) -> None:
+        assert read == "read" and self._told("admit")
+
+    def keep(self, hidden_NH: torch.Tensor, token_N: torch.Tensor, counts: Sequence[int]) -> None:
+        self._told("keep")
+
+    def retire(self, source: Sequence[int]) -> None:
+        self._told("retire")
+
+
+@pytest.mark.parametrize("verb", ["begin", "read", "admit", "keep", "retire"])
+def test_a_proposer_that_has_lost_track_is_asked_no_more(
+    verb: str, model: Any, plain: Rollout, proposer_faults: list[logging.LogRecord]
+) -> None:
+    proposer = Following(plain, lambda draft: draft)
+    proposer.fails = verb
+    engine = engine_of(model, proposer)
+    rollout = engine.generate(REQUESTS, SAMPLING)
+    assert tokens_of(rollout) == tokens_of(plain)
+    assert engine.guard is not None and engine.guard.disabled
+    told = [record.getMessage() for record in proposer_faults]
+    assert f"{verb} raised RuntimeError: lost" in told[0] and "asked no more" in told[-1]

@@ -62,6 +62,8 @@ def test_no_proposal_changes_a_token(name: str, sampling: SamplingParams) -> Non
 class Overhearing(SuffixProposer):
     """Checks what it is told in every round."""
 
+    reads_past = True
+
     def __init__(self) -> None:
         super().__init__()
         self.ends: list[RunningText] = []

