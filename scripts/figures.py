@@ -4,7 +4,7 @@
     python scripts/figures.py --check    # exit code 1 where a block is not what the results say
 
 A block is what stands between `<!-- figures: NAME -->` and `<!-- end -->`; NAME is a function of this file, or
-rollout_* or peers_*, a result of `specroll bench rollout` or `specroll bench peers`.
+rollout_*, peers_* or adapt_*, a result of `specroll bench rollout`, `bench peers` or `bench adapt`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def _rollout_table(name: str) -> str:
                 f"{cell['tokens_per_second']['plain']['median']:.0f}",
             )
         )
+    lines += _by_rounds(results["cells"])
     memory = results.get("peak_memory_ratio")
     if memory:
         lines += ["", f"Peak memory, heads not counted, over the plain loop's: {memory:.2f}."]
@@ -66,6 +67,19 @@ def _rollout_table(name: str) -> str:
         told = ", ".join(f"{share:.0%} at {running}" for running, share in shares.items())
         lines += ["", f"The products' least time over the plain loop's round: {told} running sequences."]
     return "\n".join([*lines, "", f"`{results['command']}`, {_machine(results['machine'])}."])
+
+
+def _by_rounds(cells: dict[str, Any]) -> list[str]:
+    """What every system's rounds made over plain ones at the pace of the same run, where that is known."""
+    if not all(cell.get("by_rounds") for cell in cells.values()):
+        return []
+    named = {"spec": "speculative", "lean": "without Reflex", "untrained": "untrained heads", "hidden": "hidden Reflex"}
+    systems = [system for system in named if all(system in cell["by_rounds"] for cell in cells.values())]
+    told = [
+        f"{named[system]} " + ", ".join(f"{cell['by_rounds'][system]:.3f}" for cell in cells.values())
+        for system in systems
+    ]
+    return ["", f"By rounds, over plain ones at the pace of the same run: {'; '.join(told)}."]
 
 
 def _machine(machine: dict[str, Any]) -> str:
@@ -195,6 +209,64 @@ def compiled_layers() -> str:
     return "\n".join([*lines, "", compiling, "", f"`{r['command']}`, {_machine(r['machine'])}."])
 
 
+def _adapt_table(name: str) -> str:
+    r = _load(name)
+    shift = r["settings"]["shift"]
+    titles = {"ablation": "While GRPO trains"}
+    if shift is not None:
+        titles["after_shift"] = f"From step {shift['step']} on, with the weights of {shift['to']}, on {shift['task']}"
+    lines = []
+    for part, title in titles.items():
+        head = ("tokens/s", "over heads", "over plain", "tokens per round", "accepted", "end to end, s")
+        lines += [f"{title}:", "", _row("", *head), _row("---", *["--:"] * len(head))]
+        for system, found in r[part].items():
+            over = (r[key][part].get(system) for key in ("over_heads", "over_plain"))
+            rounds = (f"{found['tokens_per_round']:.2f}", f"{found['acceptance']:.0%}", f"{found['end_to_end_s']:.0f}")
+            ratios = (_interval(ratio, "ratio", 2) for ratio in over)
+            lines.append(_row(system, _interval(found, "tokens_per_second", 1), *ratios, *rounds))
+        both = ", ".join(f"{_interval(of, 'ratio', 3)} over {base}" for base, of in r["full_over"][part].items())
+        lines += ["", f"full: {both}.", ""]
+    lines.append(
+        f"Reflex took {r['reflex_overhead']:.1%} of a round of {r['settings']['running']} sequences, the slow path "
+        f"{r['slow_overhead']:.1%} of the rollouts' time; {r['false_triggers_per_1000_windows']:.1f} false triggers in "
+        f"1,000 windows. Samples that differ from plain decoding's: {_differing(r)}."
+    )
+    return "\n".join([*lines, "", f"`{r['command']}`, {_machine(r['machine'])}."])
+
+
+def _differing(r: dict[str, Any]) -> int:
+    parts = (r[part] for part in ("ablation", "after_shift") if part in r)
+    return sum(found["differing_samples"] for part in parts for found in part.values())
+
+
+def _interval(found: dict[str, float] | None, name: str, places: int) -> str:
+    if found is None:
+        return ""
+    return f"{found[name]:.{places}f} [{found['low']:.{places}f}, {found['high']:.{places}f}]"
+
+
+def cold_start() -> str:
+    r = _load("adapt_shift")
+    found = r["cold_start"]
+    lessons = {str(lesson["responses"]): lesson["tokens_per_round"] for lesson in found["lessons"]}
+    lines = [_row("responses learned from", *lessons, "fitted"), _row("---", *["--:"] * (len(lessons) + 1))]
+    lines.append(_row("tokens per round", *(f"{worth:.2f}" for worth in (*lessons.values(), found["fitted"]))))
+    share = f"Learning took {found['share']:.0%} of the rollouts' time meanwhile."
+    return "\n".join([*lines, "", share, "", f"`{r['command']}`, {_machine(r['machine'])}."])
+
+
+def reflex_forms() -> str:
+    r = _load("reflex_forms")
+    named = {"lean": "heads alone", "spec": "--reflex associative", "hidden": "--reflex hidden"}
+    lines = [_row("sequences", *named.values()), _row("--:", *["--:"] * len(named))]
+    for cell_name, cell in r["cells"].items():
+        per_round = cell["tokens_per_round"]
+        gains = {s: (per_round[s] - 1) / (per_round["lean"] - 1) - 1 for s in named}
+        told = (f"{per_round[s] - 1:.3f}" + ("" if s == "lean" else f" ({gains[s]:+.1%})") for s in named)
+        lines.append(_row(cell_name, *told))
+    return "\n".join([*lines, "", f"`{r['command']}`, {_machine(r['machine'])}."])
+
+
 def _columns(corner: str, columns: dict[str, dict[str, float]]) -> list[str]:
     """A table whose columns are named by running sequences."""
     rows = next(iter(columns.values()))
@@ -209,6 +281,8 @@ def render(text: str) -> str:
 
 def _figure(name: str) -> str:
     try:
+        if name.startswith("adapt_"):
+            return _adapt_table(name)
         return _rollout_table(name) if name.startswith(("rollout_", "peers_")) else globals()[name]()
     except FileNotFoundError:
         return "Not measured yet."
