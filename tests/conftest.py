@@ -40,6 +40,12 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def float32_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What "auto" is depends on the processor; that tokens and logits are equal is asked of float32."""
+    monkeypatch.setattr("specroll.model.load.multiplies_bfloat16", lambda device: False)
+
+
 class _Kept(logging.Handler):
     def __init__(self) -> None:
         super().__init__()

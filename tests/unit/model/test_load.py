@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
+from specroll import device
+from specroll.model import load
 from specroll.model.load import load_model, native_dtype
 from tiny import EOS, PAD, tiny, tiny_tokenizer
 
@@ -58,6 +60,7 @@ def test_a_tokenizer_without_padding_pads_with_eos(folder: Path) -> None:
 def test_bfloat16_only_where_the_cpu_has_units_for_it(
     monkeypatch: pytest.MonkeyPatch, units: bool, expected: torch.dtype
 ) -> None:
+    monkeypatch.setattr(load, "multiplies_bfloat16", device.multiplies_bfloat16)  # not what all tests share
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: units)
     assert native_dtype("cpu") == expected
