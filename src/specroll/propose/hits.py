@@ -68,11 +68,10 @@ def outcomes(draft: Branches, tree: Tree, verdict: Verdict) -> tuple[Tensor, Ten
     `tree` is in the draft's own terms; what is not of the draft, of negative rank, says nothing.
     """
     sequences, nodes = draft.token_SM.shape
-    own_N = verdict.accepted_N & (tree.rank_N >= 0)
-    place_N = torch.where(tree.depth_N > 0, tree.rank_N, nodes).where(own_N, nodes + 1)  # the root's, and the rest's
+    # The root's place is behind the nodes', and the last one is for what says nothing, of rank -1 or not visited.
+    place_N = torch.where(tree.depth_N > 0, tree.rank_N, nodes).where(verdict.accepted_N, -1)
     drawn_SX = torch.full((sequences, nodes + 2), -1, device=place_N.device)
     drawn_SX[tree.sequence_N, place_N] = verdict.draws.token_N
-    drawn_SX[:, -1] = -1
     drawn_SM = drawn_SX.gather(1, torch.where(draft.parent_SM < 0, nodes, draft.parent_SM))
     known_SM = (drawn_SM >= 0) & (draft.hit_SM > 0)
     return known_SM, known_SM & (drawn_SM == draft.token_SM)
