@@ -73,7 +73,7 @@ _USED: dict[str, frozenset[str]] = {
     "specroll": _OF_SPECULATION | _OF_ENGINE,
     "plain": _OF_ENGINE,
     "hf": frozenset(),
-    "fastgrpo": frozenset({"max_nodes"}) | _OF_ENGINE,
+    "fastgrpo": _OF_ENGINE,
 }
 
 

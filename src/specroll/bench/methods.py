@@ -98,14 +98,11 @@ def train(
 def system(name: str, heads: str, model: PreTrainedModel, config: TrainConfig, running: int) -> SpecRollout:
     """One of `SYSTEMS`, with heads of its own where it has any."""
     method, proposers = SYSTEMS[name]
-    has_heads = method == "specroll" and "heads" in proposers
-    settings = RolloutSettings(
-        proposers=proposers,
-        engine_config=EngineConfig(max_running=running),
-        budget=BudgetConfig(max_nodes=config.max_nodes),
-    )
-    if has_heads:
-        settings = replace(settings, heads=copy.deepcopy(load_heads(heads, model)))
+    settings = RolloutSettings(proposers=proposers, engine_config=EngineConfig(max_running=running))
+    if method == "specroll":  # the rival has a rule of its own
+        settings = replace(settings, budget=BudgetConfig(max_nodes=config.max_nodes))
+        if "heads" in proposers:
+            settings = replace(settings, heads=copy.deepcopy(load_heads(heads, model)))
     made = sampler(settings, method)
     assert isinstance(made, SpecRollout)
     return made

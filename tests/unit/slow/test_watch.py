@@ -246,7 +246,7 @@ def test_off_means_that_nothing_is_recorded_and_nothing_done(model: LlamaForCaus
     assert slow.seconds == 0.0 and slow.cadence.rollouts == 0 and slow.measures == {}
 
 
-@pytest.mark.parametrize("cut", [3, cadence.EVERY * (BASELINE + 2), cadence.EVERY * (BASELINE + 2) + 5, 60])
+@pytest.mark.parametrize("cut", [3, cadence.EVERY * (BASELINE + 2) + 5])
 def test_a_restored_one_goes_on_as_the_saved_one(
     model: LlamaForCausalLM, knowing: FutureHeads, slow: SlowPath, tmp_path: Path, cut: int
 ) -> None:

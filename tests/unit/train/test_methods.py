@@ -223,6 +223,7 @@ def test_settings_that_a_method_has_no_use_for_are_refused(method: Any, settings
         ({"method": "plain", "reflex": "off"}, "plain has no use for reflex"),
         ({"method": "hf", "demo": True}, "hf has no use for demo"),
         ({"method": "hf", "budget": "paper"}, "hf has no use for budget"),
+        ({"method": "fastgrpo", "max_nodes": 4}, "fastgrpo has no use for max_nodes"),
         ({"method": "slow"}, "method is one of"),
         ({"proposers": "heads;suffix"}, "got 'heads;suffix'"),
         ({"proposers": "a:B", "reflex": "off"}, "reflex is for heads, which proposers='a:B' leaves out"),
