@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import pytest
 import torch
 
+from specroll.engine import Engine
 from specroll.types import Draft, Features, TargetOutput, Tree, Verdict
 
 
@@ -51,3 +53,16 @@ class Replay:
 
     def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
         """Nothing to learn."""
+
+
+def rows_of_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """A list that gets, from each tree pass of the engine, how many rows every sequence has."""
+    rows: list[list[int]] = []
+    forward = engine.target.forward_tree
+
+    def noted(tree: Tree, length_S: torch.Tensor, longest: int) -> TargetOutput:
+        rows.append(torch.bincount(tree.sequence_N).tolist())
+        return forward(tree, length_S, longest)
+
+    monkeypatch.setattr(engine.target, "forward_tree", noted)
+    return rows

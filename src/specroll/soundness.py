@@ -27,7 +27,7 @@ def misshapen(draft: Any, features: Features) -> str | None:
     if kind is None:
         return f"{type(draft).__name__}, not a specroll.types.Draft or Branches"
     parts = {name: getattr(draft, name) for name in _PARTS[kind]}
-    if parts.get("aside_SKC", 0) is None:
+    if kind is Draft and draft.aside_SKC is None:
         del parts["aside_SKC"]
     device, sequences = features.root_S.device, features.root_S.shape[0]
     dims = 3 if kind is Draft else 2
@@ -60,12 +60,12 @@ def sound(draft: Draft | Branches, vocab_size: int) -> Tensor:
 
 def unsound(draft: Draft | Branches, vocab_size: int) -> str:
     """What is wrong with the values of a draft that is not sound. Waits for them."""
-    token, scores = draft.token_SM if isinstance(draft, Branches) else draft.token_SKC, None
     if isinstance(draft, Branches):
-        token = token.where(draft.hit_SM > 0, 0)
+        token, scores = draft.token_SM.where(draft.hit_SM > 0, 0), None
         distinct, told = _apart(draft, vocab_size), "behind one parent"
     else:
-        distinct, told, scores = _rising(token, vocab_size), "among one horizon's candidates", draft.score_SKC
+        token, scores = draft.token_SKC, draft.score_SKC
+        distinct, told = _rising(token, vocab_size), "among one horizon's candidates"
     outside_X = token[(token < 0) | (token >= vocab_size)]
     if outside_X.numel():
         return f"token {int(outside_X[0])}, outside the model's vocabulary of {vocab_size}"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from replay import Replay
+from replay import Replay, rows_of_passes
 
 from specroll.budget import FixedPlanner, LatencyCurve
 from specroll.config import BudgetConfig
@@ -55,14 +54,7 @@ def test_the_papers_rule_verifies_its_share_for_every_sequence(monkeypatch: pyte
     # Some sequences look worth much and some little: an equal share is what the rule gives them all the same.
     proposer = replay_of(plain, wrong_after={101: 3, 103: 3})
     engine = Engine(model, proposer=proposer, budget=BudgetConfig(max_nodes=8, rule="paper"), eos_ids=[])
-    rows: list[list[int]] = []
-    forward = engine.target.forward_tree
-
-    def noted(tree, length_S, longest):  # type: ignore[no-untyped-def]
-        rows.append(torch.bincount(tree.sequence_N).tolist())
-        return forward(tree, length_S, longest)
-
-    monkeypatch.setattr(engine.target, "forward_tree", noted)
+    rows = rows_of_passes(engine, monkeypatch)
     rounds = engine.generate(REQUESTS, SAMPLING).rounds
     share = {1: 8, 2: 8, 3: 6, 4: 5, 5: 4, 6: 3}
     assert rows == [[1 + share[r.running]] * r.running for r in rounds]

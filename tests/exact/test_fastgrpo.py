@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from drafted import SAMPLING, drafter_of, plain, requests, tokens_of
+from replay import rows_of_passes
 from torch import nn
 
 from specroll.config import BudgetConfig, EngineConfig
@@ -101,14 +102,7 @@ def test_every_round_is_as_the_rule_says(monkeypatch: pytest.MonkeyPatch) -> Non
     model = plain("llama")[0]
     rival = FastGRPO.for_model(model, drafter_of("llama", taught=True), FastGRPOConfig(capacity=23))
     engine = Engine(model, proposer=rival.proposer, rule=rival.rule, eos_ids=[])
-    rows: list[list[int]] = []
-    forward = engine.target.forward_tree
-
-    def noted(tree, length_S, longest):  # type: ignore[no-untyped-def]
-        rows.append(torch.bincount(tree.sequence_N).tolist())
-        return forward(tree, length_S, longest)
-
-    monkeypatch.setattr(engine.target, "forward_tree", noted)
+    rows = rows_of_passes(engine, monkeypatch)
     rounds = engine.generate(SPREAD, SAMPLING).rounds
     share = {1: 23, 2: 11, 3: 7, 4: 5, 5: 4, 6: 3}
     assert rows == [[share[r.running]] * r.running for r in rounds]
@@ -169,9 +163,19 @@ def test_a_proposer_that_follows_is_what_the_engine_takes_it_for() -> None:
 
 def test_nobody_pays_for_prompts_that_no_proposer_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model = plain("llama")[0]
-    engine = Engine(model, eos_ids=[])
-    monkeypatch.setattr(engine.target, "every_state", lambda: pytest.fail("asked"))
-    engine.generate(requests(), SAMPLING)
+    rival = FastGRPO.for_model(model)
+    asked: list[bool] = []
+    for engine in (Engine(model, eos_ids=[]), Engine(model, proposer=rival.proposer, rule=rival.rule, eos_ids=[])):
+        every_state = engine.target.every_state
+        asked.append(False)
+
+        def noted(every_state=every_state):  # type: ignore[no-untyped-def]
+            asked[-1] = True
+            return every_state()
+
+        monkeypatch.setattr(engine.target, "every_state", noted)
+        engine.generate(requests(), SAMPLING)
+    assert asked == [False, True]
 
 
 def test_a_rule_of_its_own_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:

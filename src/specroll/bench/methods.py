@@ -54,13 +54,6 @@ class Setting:
         return f"{self.model} {self.data} top_p={self.top_p} {self.batch}"
 
 
-def check(methods: Sequence[str]) -> None:
-    """Raise ValueError for a method that is not part of this version, before anything is trained."""
-    for name in methods:
-        method, proposers = SYSTEMS[name]
-        sampler(RolloutSettings(proposers=proposers), method)
-
-
 def train(
     setting: Setting,
     config: TrainConfig,

@@ -81,7 +81,7 @@ def main(options: Options) -> int:
     # A measurement is made of local files; nobody is told of it.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from specroll.bench.methods import Setting, check
+    from specroll.bench.methods import Setting
     from specroll.bench.methods_stats import summaries
     from specroll.cli.bench_view import show_methods
     from specroll.model.load import load_model
@@ -89,7 +89,6 @@ def main(options: Options) -> int:
     from specroll.train.quiet import quiet
 
     check_writable(options.json)
-    check(options.methods)
     with quiet():
         tasks = {data: load_task(data, data_dir=options.data_dir) for data in options.data}
         model, _ = load_model(options.models[0], dtype=options.dtype)

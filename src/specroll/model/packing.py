@@ -7,7 +7,7 @@ costs the same for every row. Two packs that are part of PyTorch do better.
     fbgemm   float16, accumulated in float32: half the bytes of float32. For float32 weights, and for bfloat16 ones
              where the processor has no units for them. Only for weights that float16 holds to within 2^-25, i.e. below
              the rounding of float32's own accumulation: all of ordinary size that are stored as bfloat16.
-    onednn   bfloat16, for processors with units for it: 0.8 of the time at one row, 0.6 at fifty.
+    onednn   bfloat16, for processors with units for it.
 
 So for a policy's weights nothing is lost.
 """
@@ -28,7 +28,7 @@ Packer = Callable[[Tensor, Tensor | None, torch.dtype | None], Product | None]
 """Of `weight [out, in]`, its bias, and a dtype that proposals may be rounded to (None: nothing may be lost)."""
 
 _UNDERFLOW = 2.0**-25  # half of float16's smallest step: the error of a weight too small for it
-_ROWS = 8  # that oneDNN's layout is made for; one for a single row is slower at any number
+_ROWS = 8  # that oneDNN's layout is made for: it asks for a number, and passes have few
 
 
 @cache

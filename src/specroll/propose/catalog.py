@@ -20,8 +20,7 @@ from specroll.types import Proposer
 Maker = Callable[[PreTrainedModel, Any], Proposer]
 """Called with the model (without adapters around it) and its tokenizer, which may be None."""
 
-
-# `heads` is not here: whoever has heads, or lets them learn, gives `find` a maker of its own.
+# `heads` is not here: whoever has heads, or lets them learn, makes its proposer without this.
 _BUILT_IN: Mapping[str, Maker] = {
     "suffix": lambda model, tokenizer: SuffixProposer(),
 }

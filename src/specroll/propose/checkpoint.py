@@ -69,19 +69,19 @@ def write_checkpoint(
     write_atomic(path, save_tensors({name: t.cpu().contiguous() for name, t in tensors.items()}, metadata=header))
 
 
-def moments(heads: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's state by the names of the heads' parameters: the tensors themselves, nothing before a step."""
+def moments(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's state by the names of the module's parameters: the tensors themselves, nothing before a step."""
     return {
         f"optimizer.{name}.{key}": value
-        for name, parameter in heads.named_parameters()
+        for name, parameter in module.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def restore_moments(heads: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+def restore_moments(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Put back copies of what `moments` gave; other tensors are left alone."""
     optimizer.state.clear()
-    for name, parameter in heads.named_parameters():
+    for name, parameter in module.named_parameters():
         prefix = f"optimizer.{name}."
         kept = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         if kept:

@@ -66,6 +66,16 @@ class Fingerprint:
             lm_head_sha256=embedding_digest if tied else _weight_digest(lm_head),
         )
 
+    def check(self, model: PreTrainedModel, what: str, otherwise: str) -> Fingerprint:
+        """`model`'s own, which is the same; else HeadsMismatchError for `what`, and what to do `otherwise`."""
+        present = Fingerprint.of(model)
+        if self != present:
+            raise HeadsMismatchError(
+                f"{what} fit another model.\n  they fit:   {self}\n  this model: {present}\n"
+                f"Load the model that they fit, or {otherwise}"
+            )
+        return present
+
     def __str__(self) -> str:
         return (
             f"{self.architecture} with {self.layers} layers, width {self.hidden_size}, vocabulary {self.vocab_size}, "
@@ -114,12 +124,7 @@ def load_heads(folder: str | Path, model: PreTrainedModel) -> FutureHeads:
         weights, digest = folder / Path(manifest["weights"]).name, manifest["weights_sha256"]
     except (KeyError, TypeError, ValueError) as error:
         raise HeadsFileError(f"{folder / MANIFEST} is damaged ({error}); {_REFIT}") from error
-    present = Fingerprint.of(model)
-    if fitted != present:
-        raise HeadsMismatchError(
-            f"the heads in {folder} fit another model.\n  they fit:   {fitted}\n  this model: {present}\n"
-            "Load the model that they fit, or fit heads to this one: specroll heads fit"
-        )
+    present = fitted.check(model, f"the heads in {folder}", "fit heads to this one: specroll heads fit")
     state = _read_weights(weights, digest)
     if wrong := _what_is_wrong(state, config, present):
         raise HeadsFileError(f"{weights} does not hold what {MANIFEST} says: {wrong}; {_REFIT}")

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from specroll.files import write_atomic
 from specroll.propose.checkpoint import moments, restore_moments
-from specroll.propose.store import Fingerprint, HeadsFileError, HeadsMismatchError
+from specroll.propose.store import Fingerprint, HeadsFileError
 from specroll.rivals.eagle import Drafter
 
 FORMAT = 1
@@ -70,12 +70,7 @@ def _take(drafter: Drafter, folder: Path, model: PreTrainedModel) -> None:
         fitted = Fingerprint(**about["model"])
     except (KeyError, TypeError) as error:
         raise HeadsFileError(f"{folder / WEIGHTS} is damaged ({error}); {_AGAIN}") from error
-    present = Fingerprint.of(model)
-    if fitted != present:
-        raise HeadsMismatchError(
-            f"the drafter in {folder} fits another model.\n  it fits:    {fitted}\n  this model: {present}\n"
-            "Load the model that it fits, or train a drafter for this one"
-        )
+    fitted.check(model, f"the drafter's weights in {folder}", "train a drafter for this one")
     try:
         drafter.load_state_dict(tensors)
     except RuntimeError as error:

@@ -2,9 +2,9 @@
 
 Untrained heads learn from the first responses (`cold`). Heads that know something are watched (`drift`): by their hits
 in every rollout that speculates, which cost nothing, and by what they are worth on a few recorded ones, as seldom as
-their share of the time demands (`cadence`). They are taught again only where they got worse and stayed so
-(`consolidate`). Decides what happens when; each part is done elsewhere. A rollout sees one state of the heads, and what
-this costs it is recording alone.
+their share of the time demands (`cadence`). They are taught again only where they got worse and stayed so, or where
+acceptance has collapsed (`consolidate`). Decides what happens when; each part is done elsewhere. A rollout sees one
+state of the heads, and what this costs it is recording alone.
 """
 
 from __future__ import annotations

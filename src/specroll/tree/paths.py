@@ -87,7 +87,7 @@ def _of_branches(draft: Branches, root_S: Tensor) -> Paths:
         cell_SP=place_P.expand_as(parent_SP),
         token_SE=torch.cat((root_S[:, None], draft.token_SM), dim=1),
         rank_SE=(place_P - 1).clamp(min=0).expand_as(parent_SP),
-        max_depth=int(depth_SP.max()),
+        max_depth=int(depth_SP.max()),  # waits for the device; a bound would make every walk as long
     )
 
 

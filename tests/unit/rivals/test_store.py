@@ -30,7 +30,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path, architecture: str) -> 
 
 def test_another_models_drafter_is_refused(tmp_path: Path) -> None:
     save_drafter(Drafter.for_model(tiny("llama")), tmp_path, tiny("llama"))
-    with pytest.raises(HeadsMismatchError, match="fits another model"):
+    with pytest.raises(HeadsMismatchError, match="fit another model"):
         load_drafter(tmp_path, tiny("llama", seed=1))
     with pytest.raises(ValueError, match="width 32"):
         FastGRPO.for_model(_wider(), Drafter.for_model(tiny("llama")))

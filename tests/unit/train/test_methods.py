@@ -237,9 +237,11 @@ def test_options_of_a_run_are_held_against_its_method(settings: dict[str, Any], 
 
 def test_what_any_method_uses_is_left_alone() -> None:
     for method in ("plain", "hf", "fastgrpo"):
-        TrainConfig(method=method, top_p=0.9, seed=3, lora_rank=4, steps=5)  # type: ignore[arg-type]
-    TrainConfig(method="plain", demo=True)
-    TrainConfig(method="specroll", proposers="heads,a:B", heads="runs/heads", reflex="hidden", max_nodes=4)
+        config = TrainConfig(method=method, top_p=0.9, seed=3, lora_rank=4, steps=5)  # type: ignore[arg-type]
+        assert (config.method, config.top_p, config.lora_rank) == (method, 0.9, 4)
+    assert TrainConfig(method="plain", demo=True).demo
+    speculative = TrainConfig(proposers="heads,a:B", heads="runs/heads", reflex="hidden", max_nodes=4)
+    assert (speculative.reflex, speculative.max_nodes) == ("hidden", 4)
 
 
 def started(folder: Path, **settings: Any) -> Path:
