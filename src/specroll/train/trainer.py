@@ -29,8 +29,8 @@ class SpecRollGRPOTrainer(GRPOTrainer):
 
     Args:
         method: what samples. "specroll" (default) speculates; "plain" is the same engine without proposals; "hf" is
-            transformers' own generate as TRL calls it, with the same timings in the logs. Arguments that a method has
-            no use for are refused.
+            transformers' own generate as TRL calls it, with the same timings in the logs; "fastgrpo" is the rival's
+            drafter and rule in the same engine. Arguments that a method has no use for are refused.
         proposers: what proposes, separated by commas: "heads" (default), "suffix", or a class of your own as
             "module:Class".
         heads: "learn" (default) starts untrained heads that learn from the first rollouts and are kept in the
