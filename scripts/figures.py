@@ -202,11 +202,11 @@ def profile() -> str:
     return "\n".join([*lines, "", f"`{r['command']}`, {_machine(r['machine'])}."])
 
 
-def compiled_layers() -> str:
-    r = _load("compiled_layers")
-    lines = _columns(f"a pass of {r['layers']} layers and lm_head, ms", r["pass_ms"])
-    compiling = f"Compiling them for these rounds took {r['compile_seconds']:.0f} s."
-    return "\n".join([*lines, "", compiling, "", f"`{r['command']}`, {_machine(r['machine'])}."])
+def fused_layers() -> str:
+    r = _load("fused_layers")
+    lines = _columns("a pass of sequences x rows, ms", r["pass_ms"])
+    first = f"The first rollout began after {r['first_rollout_s']:.0f} s."
+    return "\n".join([*lines, "", first, "", f"`{r['command']}`, {_machine(r['machine'])}."])
 
 
 def _adapt_table(name: str) -> str:

@@ -101,7 +101,8 @@ def test_planted_bugs_in_the_padding_are_noticed(bug: str, monkeypatch: pytest.M
         original(self, cache, tree, length_X, live, seen_Nn)
         pad_N = tree.sequence_N == self.running
         if bug == "pads write to row 0":
-            self.write_2N = tuple(index_N.where(~pad_N, index_N[0]) for index_N in self.write_2N)
+            place_HN = self._write_X.view(-1, len(pad_N))
+            self._write_X = place_HN.where(~pad_N, place_HN[:, :1]).flatten()
         if bug == "pads lie in the rectangle":
             self._row_SN[0, 0] = tree.token_N.shape[0] - 1
         if bug == "longer prefix for pads":

@@ -74,7 +74,7 @@ def test_uneven_trees_of_several_sequences_give_the_models_own_logits(
     def broken(self, *arguments):  # type: ignore[no-untyped-def]
         original(self, *arguments)
         if bug == "written elsewhere":
-            self.write_2N = self.write_2N[0], self.write_2N[1].roll(1)
+            self._write_X = self._write_X.roll(1)
         if bug == "read elsewhere":
             self._cell_N = self._cell_N.flip(0)
 

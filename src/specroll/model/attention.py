@@ -113,12 +113,13 @@ class TreePass:
         self.cache, self.size, self.length_S = cache, tree.size, length_S
         self.running = length_S.shape[0]
         self.live = longest + tree.size
-        self.write_2N = tree.sequence_N, length_S[tree.sequence_N] + tree.slot_N
+        self._write_X = cache.places(tree.sequence_N, length_S[tree.sequence_N] + tree.slot_N)
         self._lay_out(tree, tree.sequence_N * self.size + tree.slot_N, seen_Nn)
 
     def _lay_out(self, tree: Tree, cell_N: Tensor, seen_Nn: Tensor) -> None:
         """`cell_N`: where the rows stand in the rectangle [S, n]; outside of it where a row only fills up the pass."""
         cells = self.running * self.size
+        self._full = cell_N.shape[0] == cells
         row_X = cell_N.new_zeros(cells + 1)
         row_X[cell_N] = torch.arange(cell_N.shape[0], device=cell_N.device)
         self._row_SN = row_X[:-1].view(self.running, self.size)
@@ -157,8 +158,14 @@ class TreePass:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         heads, _, width = key.shape
         group = query.shape[0] // heads
-        self.cache.write(layer, *self.write_2N, torch.stack((key.transpose(0, 1), value.transpose(0, 1)), 1))
-        live_key, live_value = self.cache.kv[layer, :, : self.running, :, : self.live]
+        self.cache.write(layer, self._write_X, key, value)
+        live_key, live_value = self.cache.live(layer, self.running, self.live)
+        if self._full:  # the rows are the rectangle already, sequence by sequence
+            q = query.view(-1, self.running, self.size, width).transpose(0, 1)
+            q = q.reshape(self.running, heads, group * self.size, width)
+            out = scaled_dot_product_attention(q, live_key, live_value, self._mask(window, group, q), scale=scale)
+            out = out.view(self.running, -1, self.size, width).transpose(1, 2)
+            return out.reshape(-1, heads * group, width).contiguous()
         query_X, result_X = self._place(heads, group)
         q = query.transpose(0, 1).reshape(-1, width).index_select(0, query_X)
         q = q.view(self.running, heads, group * self.size, width)
@@ -178,12 +185,13 @@ class PaddedTreePass(TreePass):
         self.cache, self.size, self.live = cache, tree.size, live
         self.running = length_X.shape[0] - 1
         self.length_S = length_X[:-1]
-        self.write_2N = (
+        self._write_X = cache.places(
             tree.sequence_N.clamp(max=cache.slots - 1),
             (length_X[tree.sequence_N] + tree.slot_N).where(tree.sequence_N < self.running, cache.length),
         )
         cell_N = tree.sequence_N * self.size + tree.slot_N  # of all pads: the one behind the rectangle
         self._lay_out(tree, cell_N, seen_Nn)
+        self._full = False  # how many rows are pads is no matter of shapes
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

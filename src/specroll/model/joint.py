@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from specroll.model.packing import Product
@@ -36,7 +37,7 @@ class Joint:
 
     def _part(self, index: int, x: Tensor) -> Tensor:
         if x is not self._input:
-            self._input, self._outputs = x, self._product(x).split(self._sizes, -1)
+            self._input, self._outputs = x, torch.split_with_sizes(self._product(x), self._sizes, -1)
         output = self._outputs[index]
         if index == len(self._sizes) - 1:
             self._input, self._outputs = None, ()

@@ -64,7 +64,9 @@ def onednn(weight: Tensor, bias: Tensor | None, rounded_to: torch.dtype | None) 
     bias = None if bias is None else bias.detach().bfloat16()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().bfloat16().contiguous(), _ROWS)
 
-    def product(x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x.bfloat16(), packed, bias, "none", [], "").to(x.dtype)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
 
-    return product
+    def product(x: Tensor) -> Tensor:
+        return multiply(x, packed, bias, "none", [], "")
+
+    return product if rounded_to is None else lambda x: product(x.bfloat16()).to(x.dtype)

@@ -18,6 +18,7 @@ from specroll.device import recorder
 from specroll.model.adapter import lora_in_use, own_state
 from specroll.model.attention import NAME, PaddedTreePass, Pass, PromptPass, TreePass
 from specroll.model.cache import CacheShape, SlotCache
+from specroll.model.fused import FusedLayers
 from specroll.model.graphs import RecordedPasses
 from specroll.model.linear import PackedLinears
 from specroll.model.prove import UnsupportedModelError, prove
@@ -73,6 +74,7 @@ class HFTarget:
         self.vocab_size: int = self.lm_head.weight.shape[0]  # type: ignore[union-attr, index]
         self.hidden_size: int = self.config.hidden_size
         self._packed = PackedLinears.of(self.causal)
+        self._fused = FusedLayers.of(self.causal)
         self.cache: SlotCache | None = None
         self.recorded: RecordedPasses | None = None  # tree passes as graphs, where the device has them
         if self.config.model_type not in PROVED:
@@ -90,7 +92,8 @@ class HFTarget:
     def cost_signature(self) -> str:
         """What tells two policies of one architecture apart in cost: packed layers, and layers in all (adapters)."""
         layers = sum(1 for m in self.model.modules() if isinstance(m, nn.Linear))
-        return f"{self._packed.count} of {layers} linear layers in {self._packed.products} packed products"
+        packed = f"{self._packed.count} of {layers} linear layers in {self._packed.products} packed products"
+        return f"{packed}, {self._fused.count} layers fused"
 
     @contextmanager
     def rolling_out(self) -> Iterator[None]:
@@ -100,8 +103,15 @@ class HFTarget:
         try:
             self.model.eval()
             self.config._attn_implementation = NAME
-            with torch.inference_mode(), self._packed.in_use(), lora_in_use(self.causal) as prepared:
+            with (
+                torch.inference_mode(),
+                self._packed.in_use(),
+                lora_in_use(self.causal) as prepared,
+                self._fused.in_use() as unmade,
+            ):
                 self._prepare_recorded(prepared)
+                if unmade:
+                    self.prefill([(0,)])  # what a pass costs is not to be asked before
                 yield
         finally:
             self.config._attn_implementation = attention
