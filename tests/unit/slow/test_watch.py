@@ -345,6 +345,7 @@ def test_heads_are_watched_without_reflex(
 
     monkeypatch.setattr(Judge, "records", records)
     slow = SlowPath(copy.deepcopy(knowing), model, reflex="associative")
+    slow.cadence.record_seconds = 0.0
     go(slow, 2 * cadence.EVERY, chain=0)
     assert len(asked) >= 1 and set(asked) == {"off"}
 
