@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 FinishReason = Literal["eos", "stop", "length"]
@@ -131,8 +132,8 @@ class Draft:
     `score_SKC` is the unnormalised log-score that ranked them (log q, plus the noise where it is used);
     `hit_SKC` the calibrated probability that the target draws the candidate, given that the path of each horizon's best
     candidates leads there and was right; `aside_SKC` the same for another path (None: no less), in the same order and
-    never above `hit_SKC`. `trial_2S` is the first horizon's best candidate with Reflex and without it, where these
-    are to be compared.
+    never above `hit_SKC`. Of the first horizon's best candidate, `trial_2S` is what it is with Reflex and without it,
+    where these are to be compared, and `lean_S` what the heads alone say, where that is watched and Reflex adds to it.
     """
 
     token_SKC: Tensor
@@ -140,6 +141,7 @@ class Draft:
     hit_SKC: Tensor
     aside_SKC: Tensor | None = None
     trial_2S: Tensor | None = None
+    lean_S: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,10 @@ class Tree:
     rank_N: Tensor
     size: int  # most rows of one sequence, root included; a sequence may have fewer
     max_depth: int
+
+    def root_S(self, sequences: int) -> Tensor:
+        """The rows of so many sequences' roots."""
+        return torch.searchsorted(self.sequence_N, torch.arange(sequences, device=self.sequence_N.device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specroll.bench.adapt import REFLEX
 from specroll.propose.heads import FutureHeads
 from specroll.propose.judge import KL_POSITIONS, Judge, Records
 from specroll.slow.drift import BASELINE, DriftMonitor, Window
@@ -60,7 +59,7 @@ class Pool:
 
 def pool_of(model: PreTrainedModel, heads: FutureHeads, trajectories: Sequence[Trajectory], generations: int) -> Pool:
     """Judge responses, `generations` in a row to one prompt."""
-    judge = Judge(model, trajectories, REFLEX)
+    judge = Judge(model, trajectories, reflex="off")  # as heads are watched
     judge.start_P = judge.samples.starts()
     records = judge.records(heads, positions=judge.start_P.numel())
     lengths = torch.tensor([t.token_T.numel() for t in trajectories])

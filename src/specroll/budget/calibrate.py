@@ -54,7 +54,6 @@ class HitCalibrator:
         self.information_PK = torch.full((2, horizons), PRIOR_WEIGHT, device=device)
         self.tried_PK = torch.full((2, horizons), PRIOR_WEIGHT, device=device)
         self.covered_PK = coverage_PK * PRIOR_WEIGHT
-        self._tally_2K = torch.zeros(2, horizons, device=device)
 
     @property
     def estimate_2PK(self) -> Tensor:
@@ -108,11 +107,9 @@ class HitCalibrator:
         variance_N = (share_NC * (centred_NC - mean_N[:, None]).square()).sum(-1)
         surprise_N = (centred_NC * match_NC).sum(-1) - mean_N
 
-        first_N = counts_N * match_NC[:, 0]
-        row_N5 = torch.stack((counts_N, first_N, hit_N, hit_N * surprise_N, hit_N * variance_N), dim=1)
-        sum_X5 = row_N5.new_zeros(self.beta_PK.numel(), 5).index_add_(0, place_N, row_N5)
-        tried_PK, first_PK, covered_PK, gradient_PK, variance_PK = sum_X5.T.unflatten(1, self.beta_PK.shape)
-        self._tally_2K = self._tally_2K + torch.stack((tried_PK[0], first_PK[0]))
+        row_N4 = torch.stack((counts_N, hit_N, hit_N * surprise_N, hit_N * variance_N), dim=1)
+        sum_X4 = row_N4.new_zeros(self.beta_PK.numel(), 4).index_add_(0, place_N, row_N4)
+        tried_PK, covered_PK, gradient_PK, variance_PK = sum_X4.T.unflatten(1, self.beta_PK.shape)
         # Each observation fades all earlier ones; the natural gradient divides by all the information still remembered.
         kept_PK = torch.exp(tried_PK / -MEMORY)
         self.tried_PK = self.tried_PK * kept_PK + tried_PK
@@ -120,20 +117,6 @@ class HitCalibrator:
         self.information_PK = (self.information_PK * kept_PK + variance_PK).clamp(min=1.0)
         step_PK = (gradient_PK / self.information_PK).clamp(-BETA_STEP, BETA_STEP)
         self.beta_PK = (self.beta_PK + step_PK).clamp(*BETA_RANGE)
-
-    def count(self, draft: Draft, tree: Tree, verdict: Verdict) -> None:
-        """Add the first horizon's draws behind the roots to the tally, and learn nothing: a few small operations."""
-        own_S = torch.arange(draft.token_SKC.shape[0], device=tree.sequence_N.device)
-        root_S = torch.searchsorted(tree.sequence_N, own_S)  # rows are sorted by sequence, roots first
-        hit_S = draft.token_SKC[:, 0, 0] == verdict.draws.token_N[root_S]
-        self._tally_2K[0, 0] += own_S.numel()
-        self._tally_2K[1, 0] += hit_S.sum()
-
-    def tally(self) -> list[list[float]]:
-        """Since it was asked last, by horizon along the best path: draws, and those of the best candidate. Waits."""
-        counts = self._tally_2K.tolist()
-        self._tally_2K = torch.zeros_like(self._tally_2K)
-        return counts
 
     def forget(self, share: float = 0.9) -> None:
         """Trust past evidence less, after the proposer or the policy has changed: estimates stay, but move faster."""

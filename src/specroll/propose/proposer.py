@@ -24,6 +24,7 @@ from specroll.config import ReflexName, check_reflex
 from specroll.model.linear import pack
 from specroll.propose.heads import FutureHeads, rms_norm, unit
 from specroll.propose.readout import Readout, embed, output_layer
+from specroll.propose.tally import Tally
 from specroll.reflex import Corrector, Recall, Setting, corrector
 from specroll.types import Draft, Features, TargetOutput, Tree, Verdict
 
@@ -47,11 +48,12 @@ class _Products(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Candidates of every horizon, best first, what they were ranked by, and `Draft.trial_2S`."""
+    """Candidates of every horizon, best first, what they were ranked by, and what `Draft` has of the first's best."""
 
     token_SKC: Tensor
     score_SKC: Tensor
     trial_2S: Tensor | None
+    lean_S: Tensor | None
 
 
 class HeadsProposer:
@@ -60,7 +62,8 @@ class HeadsProposer:
     `ranking="noise"` scores a candidate by s log q + g, with the noise g that the target's own draw at that position
     will use and the heads' sharpness s; "probability" by log q alone, as does temperature 0. Weights are made ready at
     the first proposal after they changed; call `refresh` after a policy update that may have moved lm_head or the input
-    embedding, or when the draft vocabulary was changed.
+    embedding, or when the draft vocabulary was changed. With `watched`, `tally` counts how often the heads alone are
+    right; nothing is done for it otherwise.
     """
 
     name = "heads"
@@ -73,6 +76,7 @@ class HeadsProposer:
         ranking: Literal["noise", "probability"] = "noise",
         candidates: int = 16,
         reflex: ReflexName = "associative",
+        watched: bool = False,
     ) -> None:
         if ranking not in ("noise", "probability"):
             raise ValueError(f"ranking must be 'noise' or 'probability', got {ranking!r}")
@@ -86,6 +90,7 @@ class HeadsProposer:
             )
         self.heads, self.model, self.ranking, self.candidates = heads, model, ranking, candidates
         self.reflex: ReflexName = reflex
+        self.tally = Tally(heads.first_BFI.device) if watched else None
         self.horizons = heads.horizons
         self.version = 0
         self.corrector: Corrector | None = None
@@ -140,7 +145,8 @@ class HeadsProposer:
         recall = None if self.corrector is None else self.corrector.recall(features)
         noise_SKV = self._noise(features) if noisy else None
         best = self.best(features.hidden_SH, features.root_S, noise_SKV, recall, compare=self._teaches)
-        return Draft(best.token_SKC, best.score_SKC, *self.calibrator.hit(best.score_SKC), best.trial_2S)
+        hits = self.calibrator.hit(best.score_SKC)
+        return Draft(best.token_SKC, best.score_SKC, *hits, best.trial_2S, best.lean_S)
 
     def recall(self, past_SL: Tensor, position_S: Tensor) -> Recall | None:
         """What texts up to these places say by themselves; None where Reflex is off or needs more than texts."""
@@ -168,7 +174,7 @@ class HeadsProposer:
         products, state_SH = self._prepared(), hidden_SH.float()
         told_BSF = [product(self._embed(root_S)) for product in products.token_B]
         found: list[tuple[Tensor, Tensor]] = []
-        trial_2S: Tensor | None = None
+        trial_2S = lean_S = None
         for stage in self._stages():
             states_k = [self._step(products, k, state_SH, told_BSF) for k in range(stage.start, stage.stop)]
             state_SkH = states_k[0][:, None] if len(states_k) == 1 else torch.stack(states_k, dim=1)
@@ -176,8 +182,8 @@ class HeadsProposer:
                 state_SkH = recall.states(state_SkH, stage)
             logits_SkV = self._readout.finish(products.readout(state_SkH))
             if recall is not None:
-                if compare and not found:
-                    trial_2S = self._trial(recall.compared(logits_SkV[:, 0]), noise_SKV)
+                if not found:
+                    trial_2S, lean_S = self._lean(recall if compare else None, logits_SkV[:, 0], noise_SKV)
                 logits_SkV = recall.logits_(logits_SkV)
             score_SkV = self._ranked(logits_SkV, noise_SKV, stage)
             score_SkC, index_SkC = score_SkV.topk(min(self.candidates, score_SkV.shape[-1]), dim=-1)
@@ -190,13 +196,25 @@ class HeadsProposer:
                 if recall is not None:
                     recall.follow(self._token(best_S))
         index_SKC, score_SKC = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-        return Best(self._token(index_SKC), score_SKC, trial_2S)
+        return Best(self._token(index_SKC), score_SKC, trial_2S, lean_S)
 
-    def _trial(self, both_2SV: Tensor | None, noise_SKV: Tensor | None) -> Tensor | None:
-        """The first horizon's best candidates by two kinds of logits: with all that Reflex has to say, and without."""
-        if both_2SV is None:
-            return None
-        return self._token(self._ranked(both_2SV[..., None, :], noise_SKV, slice(0, 1)).argmax(-1).squeeze(-1))
+    def _lean(
+        self, recall: Recall | None, logits_SV: Tensor, noise_SKV: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """`Draft.trial_2S` and `lean_S`, by the first horizon's logits before Reflex corrects them.
+
+        A form that corrects states has done so by now: its help, which is small, counts as the heads' own, because
+        logits of the states before would take lm_head a second time.
+        """
+        both_2SV = None if recall is None else recall.compared(logits_SV)
+        if both_2SV is not None:
+            trial_2S = self._first(both_2SV, noise_SKV)
+            return trial_2S, trial_2S[1]
+        return None, None if self.tally is None else self._first(logits_SV, noise_SKV)
+
+    def _first(self, logits_XSV: Tensor, noise_SKV: Tensor | None) -> Tensor:
+        """The first horizon's best candidates by such logits, of which there may be several kinds."""
+        return self._token(self._ranked(logits_XSV[..., None, :], noise_SKV, slice(0, 1)).argmax(-1).squeeze(-1))
 
     def _ranked(self, logits_SkV: Tensor, noise_SKV: Tensor | None, stage: slice) -> Tensor:
         """What candidates of these horizons are ranked by."""
@@ -235,15 +253,11 @@ class HeadsProposer:
     def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
         if self._teaches:
             self.calibrator.observe(draft, tree, verdict)
-        else:
-            self.calibrator.count(draft, tree, verdict)
+        if self.tally is not None:
+            self.tally.count(draft.token_SKC[:, 0, 0] if draft.lean_S is None else draft.lean_S, tree, verdict)
         if self.corrector is not None:
             self.corrector.observe(draft, tree, verdict, out)
         self._rounds += 1
-
-    def tally(self) -> list[list[float]]:
-        """Since it was asked last: by horizon, draws that were looked at, and how many its best candidate foresaw."""
-        return self.calibrator.tally()
 
     @property
     def _teaches(self) -> bool:

@@ -53,11 +53,8 @@ class AssociativeReflex:
         return self._memory.recall(past_SL, position_S, self.gate.open)
 
     def observe(self, draft: Draft, tree: Tree, verdict: Verdict, out: TargetOutput | None) -> None:
-        if draft.trial_2S is None:
-            return
-        own_S = torch.arange(draft.trial_2S.shape[1], device=draft.trial_2S.device)
-        root_S = torch.searchsorted(tree.sequence_N, own_S)  # rows are sorted by sequence, roots first
-        self.gate.observe(draft.trial_2S, verdict.draws.token_N[root_S])
+        if draft.trial_2S is not None:
+            self.gate.observe(draft.trial_2S, verdict.draws.token_N[tree.root_S(draft.trial_2S.shape[1])])
 
     def measures(self) -> dict[str, float]:
         """`reflex_open`: 1 while it corrects, 0 while the gate is shut."""

@@ -28,8 +28,8 @@ BY_HORIZON = re.compile(r"specroll/acceptance_(\d+)")
 WALL_SECONDS = "wall_seconds"
 """In the records alone: from one step's record to the next, by the clock."""
 
-DRIFT_THRESHOLD = 3.0
-"""The drift score that a refresh needs, several times in a row."""
+DRIFT_THRESHOLD = 5.0
+"""The drift score that a refresh needs."""
 LEARNED, KEPT, ROLLED_BACK = "first learning of the heads", "refresh kept", "refresh rolled back"
 
 
@@ -119,7 +119,7 @@ def panels_of(history: History) -> list[Panel]:
             steps,
             DRIFT_SCORE,
             "Drift of the worst head",
-            "robust standard deviations",
+            "robust deviations, summed",
             level=(DRIFT_THRESHOLD, "threshold of a refresh"),
             marks=marks,
         ),

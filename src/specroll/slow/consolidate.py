@@ -3,7 +3,10 @@
 Few steps, held close to the weights before by a proximal term, with the optimiser's moments of the refresh before. The
 responses that judge are later ones than those that teach, so what is asked is whether the *next* rollouts gain. The
 divergence from the target's laws must fall, and neither the likelihood of the tokens that were drawn nor the accepted
-tokens per round may; so laws that are not those of their tokens change nothing. Knows no schedule.
+tokens per round may; so laws that are not those of their tokens change nothing. Divergence and likelihood are those of
+the heads alone, as they are watched: that is what a refresh is to mend. Accepted tokens are those of heads and Reflex
+as they are used, with which the heads' calibration is measured: where Reflex did the same already, nothing may be lost
+by doing it twice. Knows no schedule.
 """
 
 from __future__ import annotations

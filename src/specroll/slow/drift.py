@@ -1,10 +1,11 @@
-"""Whether a head has got worse, and stays so: windows of records against a robust baseline.
+"""Whether a head has got worse, and stays so: windows of a few hundred draws against a robust baseline.
 
 Knows numbers only: of each horizon, at places of the policy's own responses, whether the head's first candidate was
-drawn there, and its regret, the probability that its best candidates leave to better ones. Hits come of any rollout
-that speculates, regret only of one that is recorded; a window may lack either. A policy that moves lets hits fall and
-regret rise. Single windows do that by chance, and a window's responses tell of each other (their prompts
-are few), so what counts is several windows in a row, each beyond what responses and the baseline's own spread explain.
+drawn there, and its regret, the probability that its best candidates leave to better ones. Hits of the first horizon
+come of any rollout that speculates, all else only of one that is recorded; a window may lack either. A policy that
+moves lets hits fall and regret rise. Single windows do that by chance, and a rollout's responses tell of each other
+(its prompts are few, and differ). So each number is added up over windows as far as it is beyond what its baseline
+explains: Page's test, which finds a collapse in a few windows, what is slighter in more, and never goes by one alone.
 
     K  horizons    P  positions    X  responses
 """
@@ -12,26 +13,29 @@ are few), so what counts is several windows in a row, each beyond what responses
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-BASELINE, MOST_BASELINE = 6, 16
-"""Windows that make a baseline. Those within the threshold join it: few windows know little of their own spread."""
-SUSTAINED = 3
-"""Windows in a row that must be beyond the threshold."""
-THRESHOLD = 3.0
-"""In robust standard deviations."""
+BASELINE, MOST_BASELINE = 6, 32
+"""Windows that make a baseline. Later ones join it once they are known to be no beginning of a change."""
+SLACK = 1.0
+"""Standard deviations of every window that count for nothing, beside those that the baseline itself may be off."""
+THRESHOLD = 5.0
+"""Of the sum of what is beyond."""
+SUSPECT = THRESHOLD / 2
+MOST_AT_ONCE = THRESHOLD - 1.0
+"""What one window may add: it takes another to say the same."""
 LEAST = 0.02
 """Changes of a hit rate or a regret below this are not worth a refresh, however sure they are."""
-_LEAST_KNOWN = 3
-"""Of a baseline's windows, so many must have what is compared."""
-_MAD_TO_STD = 1.4826
+_FREEDOM = 0.5
+"""Degrees of freedom that a median's deviations have, for each window but the first: extremes are as likely."""
+_MAD_TO_STD, _MEDIAN = 1.4826, math.pi / 2
+"""Of a normal law: its standard deviation by the median one, and how much more a median varies than a mean."""
 _FEW = 1.2
 """The median deviation of so few windows is this much too small."""
 _ALIKE, _LEAST_VARIANCE = 1.5, 0.01
@@ -56,19 +60,48 @@ class Window:
         return cls(hits, regret, hits_error, regret_error)
 
     @classmethod
-    def counted(cls, draws_K: Sequence[float], hits_K: Sequence[float]) -> Window:
-        """Of counts, whose responses are not known apart."""
-        hits, error = [], []
-        for draws, hit in zip(draws_K, hits_K, strict=True):
-            share = hit / draws if draws else math.nan
-            hits.append(share)
-            error.append(_ALIKE * math.sqrt(max(share * (1 - share), _LEAST_VARIANCE) / draws) if draws else math.nan)
-        unknown = (math.nan,) * len(hits)
-        return cls(tuple(hits), unknown, tuple(error), unknown)
+    def counted(cls, draws: float, hits: float, horizons: int) -> Window:
+        """Of counted draws of the first horizon, at least one, whose responses are not known apart."""
+        share = hits / draws
+        error = _ALIKE * math.sqrt(max(share * (1 - share), _LEAST_VARIANCE) / draws)
+        unknown = (math.nan,) * horizons
+        return cls((share, *unknown[1:]), unknown, (error, *unknown[1:]), unknown)
 
-    def with_hits(self, other: Window) -> Window:
-        """This one's regret, and the hits of another."""
-        return replace(self, hits=other.hits, hits_error=other.hits_error)
+    def without_first_hits(self) -> Window:
+        """For where these are counted elsewhere: at roots alone, which makes another number of them."""
+        return replace(self, hits=(math.nan, *self.hits[1:]))
+
+
+@dataclass(slots=True)
+class _Series:
+    """One number of window after window, the higher the worse, and Page's sums for the worse and for the better."""
+
+    baseline: list[float] = field(default_factory=list)
+    waiting: list[float] = field(default_factory=list)
+    """Windows since a sum was last zero: the beginning of a change, or the next of the baseline."""
+    worse: float = 0.0
+    better: float = 0.0
+
+    def observe(self, value: float, error: float) -> None:
+        if not math.isfinite(value):
+            return
+        if len(self.baseline) < BASELINE:
+            self.baseline.append(value)
+            return
+        score = _score(self.baseline, value, error)
+        slack = SLACK + len(self.baseline) ** -0.5
+        self.worse, self.better = _added(self.worse, score - slack), _added(self.better, -score - slack)
+        self.waiting = [*self.waiting, value][-MOST_BASELINE:]
+        if self.better > THRESHOLD and not self.worse:
+            self.baseline, self.better = self.waiting, 0.0
+        elif self.worse or self.better:
+            return
+        elif len(self.baseline) < MOST_BASELINE:
+            self.baseline = [*self.baseline, *self.waiting][:MOST_BASELINE]
+        self.waiting = []
+
+    def forgive(self) -> None:
+        self.worse, self.waiting = 0.0, []
 
 
 class DriftMonitor:
@@ -76,68 +109,54 @@ class DriftMonitor:
 
     def __init__(self, horizons: int) -> None:
         self.horizons = horizons
-        self._baseline: list[Window] = []
-        self._recent: deque[Window] = deque(maxlen=SUSTAINED)
+        self._hits, self._regret = ([_Series() for _ in range(horizons)] for _ in range(2))
 
     def observe(self, window: Window) -> None:
-        if len(self._baseline) < BASELINE:
-            self._baseline.append(window)
-            return
-        self._recent.append(window)
-        if len(self._baseline) < MOST_BASELINE and all(abs(score) < THRESHOLD for score in self.score_K):
-            self._baseline.append(window)
-        if any(self._sustained(-1.0)) and not any(self._sustained(1.0)):
-            self._baseline = list(self._recent)
-            self._recent.clear()
+        for k in range(self.horizons):
+            self._hits[k].observe(-window.hits[k], window.hits_error[k])
+            self._regret[k].observe(window.regret[k], window.regret_error[k])
 
     def forgive(self) -> None:
         """The heads have been taught: what they did before does not count, what they were once worth still does."""
-        self._recent.clear()
+        for series in (*self._hits, *self._regret):
+            series.forgive()
 
     @property
     def score_K(self) -> list[float]:
-        """How far the latest window is beyond the baseline, in robust standard deviations; 0 while there is none."""
-        return self._scores(self._recent[-1], 1.0) if self._recent else [0.0] * self.horizons
+        """How far beyond the baseline they have been of late, summed over windows: above `THRESHOLD` they got worse."""
+        return [max(hits.worse, regret.worse) for hits, regret in zip(self._hits, self._regret, strict=True)]
 
     @property
     def suspects(self) -> bool:
-        """Whether the latest window is beyond the threshold."""
-        return any(score > THRESHOLD for score in self.score_K)
+        """Whether one more window like the latest could be enough."""
+        return max(self.score_K) > SUSPECT
 
     @property
     def degraded_K(self) -> list[bool]:
         """Which heads got worse and stayed so."""
-        return self._sustained(1.0)
-
-    def _sustained(self, worse: float) -> list[bool]:
-        """Which heads are beyond the threshold in all recent windows: to the worse (1) or the better (-1)."""
-        if len(self._recent) < SUSTAINED:
-            return [False] * self.horizons
-        by_window = [self._scores(window, worse) for window in self._recent]
-        return [all(score > THRESHOLD for score in by_head) for by_head in zip(*by_window, strict=True)]
-
-    def _scores(self, window: Window, worse: float) -> list[float]:
-        return [
-            max(
-                -worse * _score([w.hits[k] for w in self._baseline], window.hits[k], window.hits_error[k]),
-                worse * _score([w.regret[k] for w in self._baseline], window.regret[k], window.regret_error[k]),
-            )
-            for k in range(self.horizons)
-        ]
+        return [score > THRESHOLD for score in self.score_K]
 
     def state(self) -> dict[str, Any]:
-        """Plain numbers, for JSON; None for what is not finite."""
-        return {"baseline": _rows(self._baseline), "recent": _rows(self._recent)}
+        """Plain numbers, for JSON."""
+        return {name: [asdict(series) for series in getattr(self, f"_{name}")] for name in _NUMBERS}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave. Raises ValueError for that of another number of heads, or for none at all."""
         try:
-            baseline, recent = ([_window(row) for row in state[name]] for name in ("baseline", "recent"))
-        except (KeyError, TypeError, ValueError) as error:
+            hits, regret = ([_Series(**series) for series in state[name]] for name in _NUMBERS)
+        except (KeyError, TypeError) as error:
             raise ValueError(f"the drift monitor's state is damaged ({error!r})") from error
-        if any(len(column) != self.horizons for window in (*baseline, *recent) for column in astuple(window)):
+        if len(hits) != self.horizons or len(regret) != self.horizons:
             raise ValueError(f"the drift monitor's state is not of {self.horizons} heads")
-        self._baseline, self._recent = baseline, deque(recent, maxlen=SUSTAINED)
+        self._hits, self._regret = hits, regret
+
+
+_NUMBERS = ("hits", "regret")
+
+
+def _added(total: float, beyond: float) -> float:
+    """Page's sum with one more window. It is bounded, so that a policy that comes back is soon believed."""
+    return min(max(total + min(beyond, MOST_AT_ONCE), 0.0), 2 * THRESHOLD)
 
 
 def _mean(value_PK: Tensor, exists_PK: Tensor, response_P: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -153,21 +172,12 @@ def _mean(value_PK: Tensor, exists_PK: Tensor, response_P: Tensor) -> tuple[tupl
 
 
 def _score(baseline: Sequence[float], value: float, error: float) -> float:
-    """Robust standard deviations that a window's mean lies above the baseline's median."""
-    known = [b for b in baseline if math.isfinite(b)]
-    if len(known) < _LEAST_KNOWN or not math.isfinite(value):
-        return 0.0
-    middle = median(known)
-    spread = _FEW * _MAD_TO_STD * median(abs(b - middle) for b in known)
+    """Standard deviations that a window's mean lies above the baseline's median, as a normal law would have them."""
+    middle, known = median(baseline), len(baseline)
+    spread = _FEW * _MAD_TO_STD * median(abs(b - middle) for b in baseline)
     # The few windows of a baseline may agree by chance: no less than what the responses make of two means.
-    sampling = error * math.sqrt(1 + 1 / len(known)) if math.isfinite(error) else 0.0
-    return (value - middle) / max(spread, sampling, LEAST / THRESHOLD)
-
-
-def _rows(windows: Iterable[Window]) -> list[list[list[float | None]]]:
-    return [[[v if math.isfinite(v) else None for v in column] for column in astuple(window)] for window in windows]
-
-
-def _window(row: Sequence[Sequence[float | None]]) -> Window:
-    hits, regret, hits_error, regret_error = (tuple(math.nan if v is None else float(v) for v in c) for c in row)
-    return Window(hits, regret, hits_error, regret_error)
+    sampling = error * math.sqrt(1 + 1 / known) if math.isfinite(error) else 0.0
+    off = (value - middle) / max(spread * math.sqrt(1 + _MEDIAN / known), sampling, LEAST / SLACK)
+    # A spread that few windows tell makes for wide tails, as of Student's law: brought in to those of the normal one.
+    freedom = _FREEDOM * (known - 1)
+    return math.copysign(math.sqrt(freedom * math.log1p(off * off / freedom)), off)

@@ -2,9 +2,10 @@
 
 Untrained heads learn from the first responses (`cold`). Heads that know something are watched (`drift`): by their hits
 in every rollout that speculates, which cost nothing, and by what they are worth on a few recorded ones, as seldom as
-their share of the time demands (`cadence`). They are taught again only where they got worse and stayed so, or where
-acceptance has collapsed (`consolidate`). Decides what happens when; each part is done elsewhere. A rollout sees one
-state of the heads, and what this costs it is recording alone.
+their share of the time demands (`cadence`); both without Reflex, whose help would hide that they got worse. They are
+taught again only where they got worse and stayed so, or where acceptance has collapsed (`consolidate`). Decides what
+happens when; each part is done elsewhere. A rollout sees one state of the heads, and what this costs it is recording
+alone.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ COLD_POSITIONS = 32_768
 POSITIONS = 8_192
 """The same afterwards: what the policy did long ago is no guide to what it does."""
 WINDOW = 512
-"""Recorded tokens, or draws of the first horizon, that heads are watched on at once, at the least."""
+"""Recorded tokens that heads are watched on at once, at the least."""
+DRAWS = 200
+"""The same of draws that are only counted. Fewer than a small rollout has: windows are of one rollout or more."""
 TAUGHT = 1024
 """Least tokens that a refresh learns from, beside those that judge it."""
 COLD_BATCH_POSITIONS = 256
@@ -92,17 +95,21 @@ class SlowPath:
         self.reservoir = Reservoir(POSITIONS if self._warm else COLD_POSITIONS)
         self._fresh = Reservoir(POSITIONS)
         """Responses that heads have not been watched on yet."""
-        self._tally = [[0.0] * self.heads.horizons] * 2  # draws and hits since the latest window
-        self._tallied = False  # whether hits are counted in rollouts, or are to be seen in what is recorded
+        self._tally = [0.0, 0.0]  # draws of the first horizon and hits, since the latest window of them
+        self._tallied = False  # whether these are counted in rollouts, or are to be seen in what is recorded
+        self._told = False  # whether heads were suspected already on some of what is in the reservoir
 
     @property
     def wants_more(self) -> bool:
         """Whether the coming rollout should be recorded."""
         if not self.cold.over:
             return True
-        suspected = self.monitor.suspects or self.alarmed
-        urgent = suspected and not self.cadence.cooling
+        urgent = self._suspected and not self.cadence.cooling
         return self.watches and self.cadence.may_record(urgent, self._update_seconds)
+
+    @property
+    def _suspected(self) -> bool:
+        return self.monitor.suspects or self.alarmed
 
     def record(self, trajectory: Trajectory) -> None:
         """Take in one finished response."""
@@ -115,11 +122,11 @@ class SlowPath:
         (self._fresh if self._warm else self.reservoir).add(trajectory)
 
     def learn(
-        self, rollout_seconds: float, recording_seconds: float = 0.0, tally: Sequence[Sequence[float]] | None = None
+        self, rollout_seconds: float, recording_seconds: float = 0.0, tally: Sequence[float] | None = None
     ) -> bool:
         """After a rollout that took so long, a part of it for recording. Returns whether heads have changed.
 
-        `tally`: by horizon, draws that were looked at and those of the heads' best candidates (`HeadsProposer.tally`).
+        `tally`: draws that were looked at, and how many the heads alone foresaw (`Tally.take`).
         """
         self.measures = {}
         if not self._warm:
@@ -128,10 +135,8 @@ class SlowPath:
             return False
         self.cadence.rollout(rollout_seconds)
         if tally is not None:
-            self._tallied = True
-            self._tally = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(self._tally, tally, strict=True)]
+            self._count(tally)
         changed = self._recorded > 0 and self._look(recording_seconds)
-        self._count()
         share = self.cadence.spent / self.cadence.rollout_seconds
         self.measures |= {"triggers": float(self.triggers), "slow_share": share}
         return changed
@@ -180,15 +185,14 @@ class SlowPath:
         for trajectory in self._fresh.trajectories:
             self.reservoir.add(trajectory)
         self._fresh.clear()
+        self._told = self._suspected
         return changed
 
     def _watch(self) -> float:
-        """See what heads are worth on what is fresh, with the hits since the latest window. Returns what that took."""
+        """See what heads alone are worth on what is fresh. Returns what that took."""
         started = time.perf_counter()
-        window = Window.of(*Judge(self.model, self._fresh.trajectories, self.reflex).records(self.heads))
-        if self._tallied:
-            window = window.with_hits(Window.counted(*self._tally))
-        self._observe(window)
+        window = Window.of(*Judge(self.model, self._fresh.trajectories, reflex="off").records(self.heads))
+        self._observe(window.without_first_hits() if self._tallied else window)
         regrets = [regret for regret in window.regret if math.isfinite(regret)]
         if regrets:
             self.measures["regret"] = sum(regrets) / len(regrets)
@@ -196,22 +200,26 @@ class SlowPath:
         self.seconds += took
         return took
 
-    def _count(self) -> None:
-        """Hits make a window by themselves as soon as there are enough."""
-        if self._tally[0][0] >= WINDOW:
-            self._observe(Window.counted(*self._tally))
+    def _count(self, tally: Sequence[float]) -> None:
+        """Counted hits make a window by themselves as soon as there are enough."""
+        self._tallied = True
+        draws, hits = self._tally = [a + b for a, b in zip(self._tally, tally, strict=True)]
+        if draws >= DRAWS:
+            self._observe(Window.counted(draws, hits, self.heads.horizons))
+            self._tally = [0.0, 0.0]
 
     def _observe(self, window: Window) -> None:
         self.monitor.observe(window)
-        self._tally = [[0.0] * self.heads.horizons] * 2
         self.measures["drift_score"] = max(self.monitor.score_K)
 
     def _refresh(self, watching: float) -> bool:
         """Teach heads that got worse and stayed so, if the time allows it. Returns whether they changed."""
         worse_K = [True] * self.heads.horizons if self.alarmed else self.monitor.degraded_K
         degraded = tuple(k + 1 for k, worse in enumerate(worse_K) if worse)
+        # What is fresh judges: without earlier responses of this kind, heads would be taught what they know already.
+        due = bool(degraded) and self._told
         # Before the first refresh: an update costs about as much as a look at a window.
-        updates = self.cadence.updates(self._update_seconds or watching) if degraded else 0
+        updates = self.cadence.updates(self._update_seconds or watching) if due else 0
         if not updates or self.reservoir.positions < TAUGHT or not self.reservoir.teaches:
             return False
         started = time.perf_counter()
@@ -272,7 +280,7 @@ class SlowPath:
         restore_moments(self.heads, self.optimizer, tensors)
 
 
-_COUNTS = ("version", "triggers", "refused", "seconds", "_update_seconds", "_tally", "_tallied")
+_COUNTS = ("version", "triggers", "refused", "seconds", "_update_seconds", "_tally", "_tallied", "_told")
 _PARTS = ("cold", "cadence", "monitor", "reservoir", "_fresh")
 
 

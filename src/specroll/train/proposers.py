@@ -109,7 +109,7 @@ class Proposers:
         """Where heads have learned for the first time, proposals' worth and cost are found anew."""
         if self.learner is None:
             return {}
-        tally = None if self.heads is None else self.heads.tally()
+        tally = None if self.heads is None or self.heads.tally is None else self.heads.tally.take()
         if self.learner.learn(rollout.seconds, rollout.recording_seconds, tally):
             if self.heads is not None and self.learner.report is not None and self.learner.report.degraded:
                 self.heads.refresh()
@@ -160,7 +160,13 @@ class Proposers:
         self.heads = self._proposer(heads, engine)
 
     def _proposer(self, heads: FutureHeads, engine: Engine) -> HeadsProposer:
-        return HeadsProposer(heads, engine.target.causal, ranking=self.budget.ranking, reflex=self.budget.reflex)
+        return HeadsProposer(
+            heads,
+            engine.target.causal,
+            ranking=self.budget.ranking,
+            reflex=self.budget.reflex,
+            watched=self.slow.slow == "on",
+        )
 
 
 def _folder(name: str) -> str:

@@ -199,28 +199,3 @@ def test_state_survives_a_round_trip_and_damage_is_refused() -> None:
         HitCalibrator(2).load_state_dict(calibrator.state_dict())
     with pytest.raises(ValueError, match="no usable beta_PK"):
         other.load_state_dict({**calibrator.state_dict(), "beta_PK": torch.full((2, 3), float("nan"))})
-
-
-def test_draws_of_the_best_candidate_are_counted_until_asked_for() -> None:
-    calibrator = HitCalibrator(2)
-    score_NC = torch.tensor([[2.0, 1.0], [2.0, 1.0], [2.0, 1.0], [2.0, 1.0], [2.0, 1.0]])
-    match_NC = torch.tensor([[1, 0], [0, 1], [0, 0], [1, 0], [1, 0]]).bool()
-    place_N = torch.tensor([0, 0, 1, 1, 2])  # the last is aside from the best path
-    calibrator.update(score_NC, match_NC, place_N, torch.tensor([True, True, True, True, True]))
-    calibrator.update(score_NC, match_NC, place_N, torch.tensor([True, False, False, False, False]))
-    assert calibrator.tally() == [[3.0, 2.0], [2.0, 1.0]]
-    assert calibrator.tally() == [[0.0, 0.0], [0.0, 0.0]]
-
-
-def test_where_nothing_is_learned_the_roots_are_counted() -> None:
-    calibrator = HitCalibrator(2)
-    token_SKC = torch.tensor([[[4, 5], [6, 7]], [[8, 9], [6, 7]]])
-    draft = Draft(token_SKC, -torch.arange(2.0).expand(2, 2, 2), torch.full((2, 2, 2), 0.4))
-    tree = grow(draft, torch.tensor([1, 2]), 3)
-    first_N = tree.sequence_N == 0
-    drawn_N = torch.where(first_N, 4, 3)  # the best candidate of the first sequence, and none of the second
-    zeros_N = torch.zeros(drawn_N.numel())
-    before = calibrator.state_dict()
-    calibrator.count(draft, tree, walk(tree, Draws(drawn_N, zeros_N, zeros_N, zeros_N)))
-    assert calibrator.tally() == [[2.0, 0.0], [1.0, 0.0]]
-    assert all(map(torch.equal, before.values(), calibrator.state_dict().values()))
