@@ -124,10 +124,11 @@ def grpo_trainer(
 
 
 def watch_at_once(monkeypatch: pytest.MonkeyPatch, *, degraded: bool = True, updates: int = 4) -> None:
-    """Every rollout is recorded and makes a window; heads have got worse, or not, and may be taught so much."""
+    """Every rollout is recorded and makes a window; heads have got worse, or not, and may be taught from the second on."""
     monkeypatch.setattr(cadence, "EVERY", 1)
     monkeypatch.setattr(path, "WINDOW", 8)
     monkeypatch.setattr(path, "TAUGHT", 1)
     monkeypatch.setattr(DriftMonitor, "degraded_K", property(lambda self: [degraded] * self.horizons))
+    monkeypatch.setattr(DriftMonitor, "suspects", property(lambda self: degraded))
     monkeypatch.setattr(Cadence, "may_record", lambda self, urgent, update_seconds: True)
     monkeypatch.setattr(Cadence, "updates", lambda self, seconds: updates)

@@ -94,7 +94,7 @@ def test_a_pool_keeps_responses_by_prompt() -> None:
     begins = [sum(lengths[:i]) for i in range(8)]
     for prompt, place_P in enumerate(pool.place_of):
         assert set(pool.records.trajectory_P[place_P].tolist()) == set(begins[2 * prompt : 2 * prompt + 2])
-    few = Judge(model, trajectories).records(heads)
+    few = Judge(model, trajectories, reflex="off").records(heads)
     assert torch.equal(few.hit_PK, pool.records.hit_PK)  # they are few enough to be judged whole
 
 
