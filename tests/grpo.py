@@ -124,7 +124,7 @@ def grpo_trainer(
 
 
 def watch_at_once(monkeypatch: pytest.MonkeyPatch, *, degraded: bool = True, updates: int = 4) -> None:
-    """Every rollout is recorded and makes a window; heads have got worse, or not, and may be taught from the second on."""
+    """Every rollout is recorded and makes a window; heads got worse, or not, and may be taught from the second on."""
     monkeypatch.setattr(cadence, "EVERY", 1)
     monkeypatch.setattr(path, "WINDOW", 8)
     monkeypatch.setattr(path, "TAUGHT", 1)
