@@ -67,16 +67,24 @@ def test_what_training_changes_is_read_anew(llama: HFTarget) -> None:
     assert before < 1e-5 and worst_difference(llama, TOKENS) < 1e-5
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_adapters_run_inside_fused_layers(merged: bool) -> None:
-    model = get_peft_model(tiny("llama"), LoraConfig(r=3, target_modules="all-linear", lora_dropout=0.5)).eval()
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.4)
-    if merged:
+@pytest.mark.parametrize("kind", ["all", "some", "merged", "dora"])
+def test_adapters_run_inside_fused_layers(kind: str) -> None:
+    layers = ["q_proj", "v_proj", "down_proj"] if kind == "some" else "all-linear"
+    settings = LoraConfig(r=3, target_modules=layers, lora_dropout=0.5, use_dora=kind == "dora")
+    model = get_peft_model(tiny("llama"), settings).eval()
+
+    def teach() -> None:
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.4)
+
+    teach()
+    if kind == "merged":
         model.merge_adapter()
     target = HFTarget(model)
     assert count(target) == 2 and worst_difference(target, TOKENS) < 1e-5
+    teach()
+    assert worst_difference(target, TOKENS) < 1e-5
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
@@ -125,6 +133,10 @@ def hooked(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     target.causal.model.layers[1].mlp.register_forward_hook(lambda *_: None)
 
 
+def hooked_linear(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    target.causal.model.layers[1].mlp.up_proj.register_forward_pre_hook(lambda *_: None)
+
+
 def replaced(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     norm = target.causal.model.layers[0].input_layernorm
     norm.forward = norm.forward
@@ -135,7 +147,7 @@ def all_different(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     target.causal.model.layers[1].input_layernorm.variance_epsilon = 0.1
 
 
-@pytest.mark.parametrize("obstacle", [small, switched_off, hooked, replaced, all_different])
+@pytest.mark.parametrize("obstacle", [small, switched_off, hooked, hooked_linear, replaced, all_different])
 def test_where_fusing_is_no_good_layers_run_as_they_are(
     obstacle: Any, llama: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MambaConfig, SmolLM3Config
 
-from specroll.model import adapter, linear, packing
-from specroll.model.adapter import plain_lora
+from specroll.model import linear, packing
+from specroll.model.adapter import Adapted, plain_lora
 from specroll.model.attention import PromptPass, TreePass
 from specroll.model.joint import Joint, together
 from specroll.model.prove import TOLERANCE, UnsupportedModelError, decoy_chain, worst_difference
@@ -214,8 +214,8 @@ def test_lora_layers_in_fewer_steps_give_the_models_own_logits(architecture: str
 
 
 def test_a_wrong_scale_of_an_adapter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = adapter._forward
-    monkeypatch.setattr(adapter, "_forward", lambda base, down, up, x: forward(base, down, up * 1.1, x))
+    begin = Adapted.__init__
+    monkeypatch.setattr(Adapted, "__init__", lambda self, base, down, up_RO: begin(self, base, down, up_RO * 1.1))
     assert worst_difference(HFTarget(adapted(tiny("llama"))), TOKENS) > 1e-3
 
 

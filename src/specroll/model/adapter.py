@@ -53,7 +53,7 @@ def lora_in_use(model: nn.Module) -> Iterator[list[Tensor]]:
                 name = _adapter(layer)
                 up_RO = _kept(layer, "up", (layer.lora_B[name].weight * layer.scaling[name]).T)
                 prepared.append(up_RO)
-                layer.forward = partial(_forward, layer.base_layer, down, up_RO)  # type: ignore[method-assign]
+                layer.forward = Adapted(layer.base_layer, down, up_RO)  # type: ignore[method-assign]
                 swapped.append(layer)
         yield prepared
     finally:
@@ -90,24 +90,39 @@ def _adapter(layer: Any) -> str:
     return next(name for name in layer.active_adapters if name in layer.lora_A)
 
 
-def _down(group: tuple[Any, ...], prepared: list[Tensor]) -> list[Callable[[Tensor], Tensor]]:
+class Down:
+    """The product with an adapter's A."""
+
+    def __init__(self, weight_RI: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
+        self.out_features, self.in_features = weight_RI.shape
+        self.forward = forward
+
+
+class Adapted:
+    """What a LoRA layer runs instead of PEFT's forward."""
+
+    def __init__(self, base: nn.Module, down: Down, up_RO: Tensor) -> None:
+        self.base, self.down, self.up_RO = base, down, up_RO
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out, low = self.base(x), self.down.forward(x)
+        sum_NO = torch.addmm(out.flatten(0, -2).to(low.dtype), low.flatten(0, -2), self.up_RO)
+        return sum_NO.view(out.shape).to(out.dtype)
+
+
+def _down(group: tuple[Any, ...], prepared: list[Tensor]) -> list[Down]:
     """For each layer the product with its A; adds to `prepared`."""
     weights = [layer.lora_A[_adapter(layer)].weight for layer in group]
     if len({(weight.dtype, weight.shape[1]) for weight in weights}) > 1:
-        return [partial(_product, weight) for weight in weights]
+        return [Down(weight, partial(_product, weight)) for weight in weights]
     together_RI = _kept(group[0], "down", torch.cat(weights))
     prepared.append(together_RI)
-    return Joint(partial(_product, together_RI), [weight.shape[0] for weight in weights]).parts
+    joint = Joint(partial(_product, together_RI), [weight.shape[0] for weight in weights])
+    return [Down(weight, part) for weight, part in zip(weights, joint.parts, strict=True)]
 
 
 def _product(weight: Tensor, x: Tensor) -> Tensor:
     return F.linear(x.to(weight.dtype), weight)
-
-
-def _forward(base: nn.Module, down: Callable[[Tensor], Tensor], up_RO: Tensor, x: Tensor) -> Tensor:
-    out, low = base(x), down(x)
-    sum_NO = torch.addmm(out.flatten(0, -2).to(low.dtype), low.flatten(0, -2), up_RO)
-    return sum_NO.view(out.shape).to(out.dtype)
 
 
 _PREPARED: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()

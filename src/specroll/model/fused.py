@@ -22,8 +22,9 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from specroll.model.adapter import Adapted
 from specroll.model.prove import TOLERANCE
-from specroll.model.trace import compiled, traced
+from specroll.model.trace import Place, compiled, traced
 
 logger = logging.getLogger(__name__)
 
@@ -149,10 +150,13 @@ def _allowed(model: nn.Module) -> bool:
 
 
 def linears(layer: nn.Module) -> list[Any]:
-    """The layer's linear layers, with the adapters around them, outermost ones alone."""
-    found = []
+    """The layer's linear layers, and those of plain adapters around them; other adapters as they are."""
+    found: list[Any] = []
     for child in layer.children():
-        if type(child) is nn.Linear or hasattr(child, "base_layer"):
+        forward = vars(child).get("forward")
+        if isinstance(forward, Adapted):
+            found += [forward.base, forward.down]
+        elif type(child) is nn.Linear or hasattr(child, "base_layer"):
             found.append(child)
         else:
             found += linears(child)
@@ -160,18 +164,27 @@ def linears(layer: nn.Module) -> list[Any]:
 
 
 def _inside(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose code a program contains: all of the layer but its linear layers."""
-    hidden = {id(m) for linear in linears(layer) for m in linear.modules()}
-    return ((name, m) for name, m in layer.named_modules() if id(m) not in hidden)
+    """The modules whose code a program contains: all of the layer but its linear layers and adapters."""
+    hidden: set[int] = set()
+    for name, module in layer.named_modules():
+        if type(module) is nn.Linear or hasattr(module, "base_layer"):
+            hidden.update(id(m) for m in module.modules())
+        elif id(module) not in hidden:
+            yield name, module
 
 
-def own_tensors(layer: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers that a program reads itself."""
-    found: dict[str, Tensor] = {}
-    for prefix, module in _inside(layer):
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            found[f"{prefix}.{name}" if prefix else name] = tensor
-    return found
+def own_places(layer: nn.Module) -> list[Place]:
+    """Where the tensors are that a program reads itself: parameters, buffers, and what adapters add."""
+    found: list[Place] = []
+    for _, module in _inside(layer):
+        kept = (module._parameters, module._buffers)
+        found += [(of, name) for of in kept for name, tensor in of.items() if tensor is not None]
+    adapted = (vars(module).get("forward") for module in layer.modules())
+    return found + [(vars(forward), "up_RO") for forward in adapted if isinstance(forward, Adapted)]
+
+
+def own_tensors(layer: nn.Module) -> list[Tensor]:
+    return [of[name] for of, name in own_places(layer)]
 
 
 def _kind(layer: nn.Module) -> Any | None:
@@ -179,11 +192,13 @@ def _kind(layer: nn.Module) -> Any | None:
     if sum(p.numel() for p in layer.parameters()) < SMALLEST:
         return None
     parts: list[Any] = [(type(m), m.in_features, m.out_features) for m in linears(layer)]
+    if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
+        return None
     for name, module in _inside(layer):
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        if "forward" in vars(module):
             return None
         parts.append((name, type(module), *_settings(module)))
-    parts += [(name, t.shape, t.dtype) for name, t in own_tensors(layer).items()]
+    parts += [(t.shape, t.stride(), t.dtype) for t in own_tensors(layer)]
     return tuple(parts)
 
 
@@ -200,7 +215,7 @@ def _program(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Progr
 
     try:
         with torch.inference_mode(False), torch.no_grad():
-            graph = traced(layer, own_tensors(layer), linears(layer), args, kwargs)
+            graph = traced(layer, own_places(layer), linears(layer), args, kwargs)
             return Program(*compiled(graph))
     except (BackendCompilerFailed, CppCompileError, InvalidCxxCompiler) as error:
         logger.warning(
@@ -215,7 +230,7 @@ def _program(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Progr
 def _bound(layer: Any, program: Program, settings: list[Any]) -> Callable[..., Tensor]:
     """The forward of this layer as `program`, with weights and linear layers as they are now."""
     own = layer.forward
-    given = (*own_tensors(layer).values(), *program.pieces, *(linear.forward for linear in linears(layer)))
+    given = (*own_tensors(layer), *program.pieces, *(linear.forward for linear in linears(layer)))
     index = next(m.layer_idx for m in layer.modules() if hasattr(m, "layer_idx"))
     run = program.run
 

@@ -17,14 +17,14 @@ from torch import Tensor, fx, nn
 _ROWS = 64  # that the compiler plans for
 
 _OPS = torch.library.Library("specroll", "FRAGMENT")
-_OPS.define("linear(Tensor x, int index, int features, int stride) -> Tensor")
+_OPS.define("linear(Tensor x, int index, int features, int stride, ScalarType dtype) -> Tensor")
 _OPS.define("attend(Tensor query, Tensor key, Tensor value, float scale, int? window) -> Tensor")
 
 
 @torch.library.register_fake("specroll::linear")
-def _(x: Tensor, index: int, features: int, stride: int) -> Tensor:
+def _(x: Tensor, index: int, features: int, stride: int, dtype: torch.dtype) -> Tensor:
     rows = x.shape[1]
-    return x.new_empty_strided((1, rows, features), (rows * stride, stride, 1))
+    return x.new_empty_strided((1, rows, features), (rows * stride, stride, 1), dtype=dtype)
 
 
 @torch.library.register_fake("specroll::attend")
@@ -43,9 +43,12 @@ class _TracedPass:
 
 
 def traced(
-    layer: nn.Module, own: dict[str, Tensor], linears: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    layer: nn.Module, own: Sequence[Place], linears: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> fx.GraphModule:
-    """The layer's forward over its tensor inputs, then its `own` tensors. `linears` and attention remain calls."""
+    """The layer's forward over its tensor inputs, then the tensors in `own` places. `linears` and attention are called.
+
+    A linear layer here is whatever has in_features, out_features and a forward of its own that can be replaced.
+    """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses import FakeTensorMode
@@ -59,6 +62,8 @@ def traced(
         shape = [_ROWS if rows and d == 1 else n for d, n in enumerate(tensor.shape)]
         kinds = [DimDynamic.DUCK if rows and d == 1 else DimDynamic.STATIC for d in range(len(shape))]
         example = torch.empty(shape, dtype=tensor.dtype)
+        if not rows:
+            example = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return mode.from_tensor(example, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
 
     flat, spec = tree_flatten((args, kwargs))
@@ -70,30 +75,44 @@ def traced(
         for place, tensor in zip(places, tensors, strict=False):
             values[place] = tensor
         args, kwargs = tree_unflatten(values, spec)
-        return torch.func.functional_call(layer, dict(zip(own, tensors[len(places) :], strict=True)), args, kwargs)
+        with _replaced(own, tensors[len(places) :]):
+            return layer(*args, **kwargs)
 
-    fakes = [fake(flat[place], True) for place in places] + [fake(tensor, False) for tensor in own.values()]
-    with _as_calls(linears, flat[places[0]].dtype), mode, enable_python_dispatcher():
+    fakes = [fake(flat[place], True) for place in places] + [fake(of[name], False) for of, name in own]
+    calls = _calls(linears, flat[places[0]].dtype)
+    forwards = [(vars(linear), "forward") for linear in linears]
+    with _replaced(forwards, calls), mode, enable_python_dispatcher():
         return make_fx(forward, decomposition_table=select_decomp_table())(*fakes)
 
 
+Place = tuple[dict[str, Any], str]
+"""Where something is kept: an object's names, and one of them."""
+
+
 @contextmanager
-def _as_calls(linears: Sequence[Any], dtype: torch.dtype) -> Iterator[None]:
-    """For the length of the block, linear layers leave a call in the graph, with the layout that they really give."""
-    calls = []
-    for index, linear in enumerate(linears):
-        stride = linear.forward(torch.zeros(1, 2, linear.in_features, dtype=dtype)).stride(1)
-        calls.append(partial(torch.ops.specroll.linear, index=index, features=linear.out_features, stride=stride))
-    replaced = [vars(linear).get("forward") for linear in linears]
+def _replaced(places: Sequence[Place], values: Sequence[Any]) -> Iterator[None]:
+    """For the length of the block there are other values in these places, or values where there are none."""
+    before = [(of, name, of.get(name), name in of) for of, name in places]
     try:
-        for linear, call in zip(linears, calls, strict=True):
-            linear.forward = call
+        for (of, name), value in zip(places, values, strict=True):
+            of[name] = value
         yield
     finally:
-        for linear, before in zip(linears, replaced, strict=True):
-            del linear.forward
-            if before is not None:
-                linear.forward = before
+        for of, name, value, there in before:
+            if there:
+                of[name] = value
+            else:
+                del of[name]
+
+
+def _calls(linears: Sequence[Any], dtype: torch.dtype) -> list[Callable[[Tensor], Tensor]]:
+    """For each linear layer what leaves a call in the graph, with the layout that the layer really gives."""
+    calls = []
+    for index, linear in enumerate(linears):
+        out = linear.forward(torch.zeros(1, 2, linear.in_features, dtype=dtype))
+        known = {"index": index, "features": linear.out_features, "stride": out.stride(1), "dtype": out.dtype}
+        calls.append(partial(torch.ops.specroll.linear, **known))
+    return calls
 
 
 def compiled(graph: fx.GraphModule) -> tuple[Callable[..., Tensor], list[Callable[..., Any]]]:
