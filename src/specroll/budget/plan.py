@@ -19,7 +19,9 @@ could pay it.
 
 When nothing pays, the proposer is not called, and a round is a plain one. Now and then a small round probes whether
 that has changed; failed probes grow rarer, and a probe that paid is repeated at once. What probes and misplaced trust
-have cost is booked as debt, which plain rounds pay off at 0.5 % of their time, and no probe is made before it is paid.
+have cost is booked as debt, which plain rounds pay off at 0.5 % of their time, and no probe is made before it is paid;
+it is never more than so many rounds pay as may lie between two probes, or a change of the policy that cost much for a
+moment would keep heads out of use that are worth something again.
 
 The curve was measured at one moment, on made-up trees, so the rounds' own times correct it: a plain and a speculative
 round of equal S, one right after the other, say by how much the predicted price of speculation is off. A machine that
@@ -193,7 +195,7 @@ class Planner:
                 average.fade(math.exp(-1 / _STALE_AFTER), _LEAST_EVIDENCE)
             return
         lost = self._seconds(running, proposed) - plain_seconds * (1 + accepted / running)
-        self._debt = max(0.0, self._debt + lost)
+        self._debt = min(max(0.0, self._debt + lost), _PROBE_SHARE * _PROBE_EVERY_MOST * plain_seconds)
         self._learn(running, gain, accepted, sum(gain[:proposed]))
         self._turns += 1
         if not self._speculating:  # it was a probe: one that paid is repeated at once, others ever more rarely

@@ -191,6 +191,17 @@ def test_recovery_is_noticed(running: int, rounds: int) -> None:
     assert statistics.median(waits) <= rounds
 
 
+@pytest.mark.parametrize("running", [1, 4, 8])
+def test_what_a_change_has_cost_does_not_keep_good_heads_out_for_long(running: int) -> None:
+    """Heads that were trusted for long are missed dearly; the debt of that moment is bounded."""
+    waits = []
+    for seed in range(15):
+        simulation = Simulation(plan(CPU), CPU, seed=seed).run(GOOD, [running] * 300).run(HOSTILE, [running] * 60)
+        on = list(map(bool, simulation.run(GOOD, [running] * 800).chosen[360:]))
+        waits.append(next((i for i in range(780) if all(on[i : i + 20])), 800))
+    assert statistics.median(waits) <= 300
+
+
 @pytest.mark.parametrize("running", [1, 4])
 def test_training_the_proposer_is_noticed_soon(running: int) -> None:
     simulation = Simulation(plan(CPU), CPU).run(UNTRAINED, [running] * 1500)
