@@ -9,6 +9,7 @@ from typing import Any
 from specroll.engine import Engine, Rollout
 from specroll.rivals.fastgrpo import FastGRPO
 from specroll.rivals.settings import FastGRPOConfig
+from specroll.rivals.store import find_drafter
 from specroll.train.proposers import head_moves
 from specroll.types import Trajectory
 
@@ -22,6 +23,9 @@ class Rival:
     learner = None
 
     def __init__(self, drafter: str | Path | None = None, config: FastGRPOConfig = FastGRPOConfig()) -> None:
+        """Raises `HeadsFileError` where there is no drafter in that folder."""
+        if drafter is not None:
+            find_drafter(Path(drafter))
         self.drafter, self.config = drafter, config
         self.method: FastGRPO | None = None
 

@@ -31,7 +31,6 @@ from specroll.model.load import load_model, native_dtype
 from specroll.propose.store import read_manifest, save_heads
 from specroll.report.live import LiveView, summary_table
 from specroll.report.records import Record, RunFolder, to_json
-from specroll.rivals.store import find_drafter
 from specroll.train.callback import StepRecords, StopWell
 from specroll.train.data import Task, load_task
 from specroll.train.judge import Speed, compare_speed, evaluate, requests_of
@@ -113,8 +112,6 @@ def _prepare(config: TrainConfig, folder: RunFolder, console: Console, *, resume
     task = load_task(config.task, data_dir=config.data_dir, seed=config.seed)
     if config.heads not in ("learn", "none"):
         read_manifest(Path(config.heads))  # a mistake is found before there is a run
-    if config.drafter is not None:
-        find_drafter(Path(config.drafter))
     rollouts = RolloutSettings.of(config)
     sampler(rollouts, method)  # likewise
     folder.start(asdict(config), resume=resumes)

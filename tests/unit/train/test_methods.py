@@ -192,7 +192,9 @@ def test_the_rival_trains_with_a_drafter_that_it_is_given_and_then_with_its_own(
     off = max((taught[name] - weight).abs().max() for name, weight in given.state_dict().items())
     assert 0 < off < 5e-3, "it went on from the given one, two steps of a thousandth"
     assert trainer.rollout.engine.rule.config is rival
-    again = sampler(RolloutSettings(drafter=tmp_path / "gone", rival=rival), "fastgrpo")
+    with pytest.raises(ValueError, match=r"no drafter in .*gone"):
+        sampler(RolloutSettings(drafter=tmp_path / "gone"), "fastgrpo")
+    again = sampler(RolloutSettings(drafter=folder, rival=rival), "fastgrpo")
     again.restore(tmp_path / "own" / "checkpoint-2")
     again.engine_of(trainer)  # type: ignore[attr-defined]
     kept = again.proposers.method.drafter.state_dict()  # type: ignore[attr-defined]
