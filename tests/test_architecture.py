@@ -49,8 +49,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "simulate": _ENGINE | {"files"},
     "hf": _TOP,
     "train": _TOP | {"report", "slow", "rivals"},
-    "bench": _TOP | {"report", "train", "slow"},
-    "cli": _TOP | {"report", "train", "bench", "check", "hf", "files", "simulate"},
+    "bench": _TOP | {"report", "train", "slow", "rivals"},
+    "cli": _TOP | {"report", "train", "bench", "rivals", "check", "hf", "files", "simulate"},
 }
 # Packages that cost seconds to import or that not every user has: the rooms that may know them.
 ONLY_IN: dict[str, set[str]] = {

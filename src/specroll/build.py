@@ -78,7 +78,8 @@ def build_engine(
         model, loaded = load_model(None if model is None else str(model), dtype=dtype)
         tokenizer = tokenizer or loaded
     engine = Engine(model, tokenizer, config=EngineConfig(max_running=max_running), budget=budget)
-    engine.proposer = catalog.together([make(engine.target.causal, tokenizer) for make in makers])
+    target = engine.target
+    engine.proposer = catalog.together([make(target.causal, tokenizer) for make in makers], target.vocab_size)
     return engine
 
 

@@ -69,11 +69,12 @@ def proposer_names(text: str) -> tuple[str, ...]:
 _OF_HEADS = frozenset({"heads", "reflex", "slow", "slow_share"})
 _OF_SPECULATION = _OF_HEADS | {"proposers", "max_nodes", "budget"}
 _OF_ENGINE = frozenset({"engine_config", "demo"})
+_OF_RIVAL = frozenset({"drafter", "rival"})
 _USED: dict[str, frozenset[str]] = {
     "specroll": _OF_SPECULATION | _OF_ENGINE,
     "plain": _OF_ENGINE,
     "hf": frozenset(),
-    "fastgrpo": _OF_ENGINE,
+    "fastgrpo": _OF_ENGINE | _OF_RIVAL,
 }
 
 
@@ -86,7 +87,7 @@ def check_method(settings: Any, method: str, proposers: str | None) -> None:
         raise ValueError(f"method is one of {', '.join(get_args(MethodName))}, got {method!r}")
     names = proposer_names(PROPOSERS if proposers is None else proposers)
     given = {field.name for field in fields(settings) if getattr(settings, field.name) != field.default}
-    if unused := given & ((_OF_SPECULATION | _OF_ENGINE) - _USED[method]):
+    if unused := given & ((_OF_SPECULATION | _OF_ENGINE | _OF_RIVAL) - _USED[method]):
         raise ValueError(f"the method {method} has no use for {', '.join(sorted(unused))}: leave it out")
     if "heads" in names and len(names) > 1 and settings.heads in (None, "none"):
         raise ValueError(
@@ -208,6 +209,8 @@ class TrainConfig:
     """What proposes, separated by commas: heads, suffix, or a class of your own as module:Class [heads]."""
     heads: str = "learn"
     """learn: untrained heads that learn from the first rollouts; none: no speculation; or a folder of fitted heads."""
+    drafter: str | None = None
+    """Folder of the rival's drafter, as `specroll drafter fit` writes it, for fastgrpo [an untrained one]."""
     max_nodes: int = 16
     """Most tokens proposed per response and round."""
     budget: BudgetRuleName = "optimal"

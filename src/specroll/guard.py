@@ -5,6 +5,8 @@ by the proposer's name; after `MOST_FAULTS` of them the proposer is asked no mor
 is made of is known on the host. Whether its values are sound is worked out beside them, on the device, and comes to the
 host with the ranked nodes (`tree.grow.rank`): only a draft that failed is looked at once more, to say why.
 
+Where several propose as one, each has a guard of its own, and a faulty one is left out alone.
+
 Knows proposers and drafts; nothing of engines.
 """
 
@@ -18,8 +20,9 @@ import torch
 from torch import Tensor
 
 from specroll.device import is_fatal
-from specroll.soundness import misshapen, sound, unsound
-from specroll.types import Branches, Draft, Features, Follower, Listener, Proposer, TargetOutput, Tree, Verdict
+from specroll.soundness import misshapen, unsound
+from specroll.soundness import sound as values_are_sound
+from specroll.types import Branches, Draft, Features, Follower, Listener, Proposer, Several, TargetOutput, Tree, Verdict
 
 MOST_FAULTS = 3
 """A proposer with so many is asked no more."""
@@ -33,15 +36,21 @@ class Guard:
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
         """Raises ValueError for an object that is no proposer."""
         self.proposer = completed(proposer)
-        self.faults = 0
+        self._several = proposer if isinstance(proposer, Several) else None
+        self._own_faults = 0
         self.follows = isinstance(proposer, Follower)
         self.listens = isinstance(proposer, Listener)
         """Whether it wants to be told (`tell`) what happens to slots, and which responses end."""
         self._vocab_size = vocab_size
 
     @property
+    def faults(self) -> int:
+        """So far, those of proposers that it asks itself included."""
+        return self._own_faults + (0 if self._several is None else self._several.faults)
+
+    @property
     def disabled(self) -> bool:
-        return self.faults >= MOST_FAULTS
+        return self._own_faults >= MOST_FAULTS or (self._several is not None and self._several.disabled)
 
     def propose(self, features: Features) -> Draft | Branches | None:
         """The proposer's draft if it can be ranked; None after a fault, and from a proposer with too many of them."""
@@ -57,10 +66,17 @@ class Guard:
 
     def sound(self, draft: Draft | Branches) -> Tensor:
         """Whether the draft's values can be verified: a bool on its device, which the host does not wait for."""
-        return sound(draft, self._vocab_size)
+        whole = values_are_sound(draft, self._vocab_size)
+        return whole if self._several is None else whole & self._several.sound(draft)
 
     def accepts(self, draft: Draft | Branches, sound: bool) -> bool:
-        """`sound`, when it has come to the host. A draft that is not is a fault, and asked what is wrong with it."""
+        """`sound`, when it has come to the host. A draft that is not is a fault, and asked what is wrong with it.
+
+        Where that is the fault of one of several, what the others proposed can be verified.
+        """
+        if not sound and self._several is not None:
+            self._several.blame(draft)
+            sound = bool(values_are_sound(draft, self._vocab_size))
         if not sound:
             self._fault(f"propose returned {unsound(draft, self._vocab_size)}")
         return sound
@@ -76,10 +92,16 @@ class Guard:
         """
         told = None if self.disabled else self._call(verb, *given)
         if told is _FAILED:
-            self.faults = MOST_FAULTS - 1
+            self._own_faults = MOST_FAULTS - 1
             self._fault(f"{verb} failed, and what it knows of the running sequences is lost")
             return None
         return told
+
+    def slot_bytes(self, length: int) -> int:
+        """Memory that the proposer keeps of each slot of so many tokens; 0 where it says nothing of it."""
+        if not hasattr(self.proposer, "slot_bytes"):
+            return 0
+        return self.tell("slot_bytes", length) or 0
 
     def _call(self, verb: str, *given: Any) -> Any:
         """What the proposer returns, or `_FAILED`; whatever it raises is its fault, unless nobody could go on."""
@@ -92,20 +114,20 @@ class Guard:
             return _FAILED
 
     def _fault(self, what: str, error: Exception | None = None) -> None:
-        self.faults += 1
-        if self.faults == 1:
+        self._own_faults += 1
+        if self._own_faults == 1:
             logger.warning(
-                "proposer %r failed: %s. The round goes on as plain decoding and tokens are right all the same; what "
-                "fails from now on is counted, not told",
+                "proposer %r failed: %s. The round goes on without it and tokens are right all the same; what fails "
+                "from now on is counted, not told",
                 self.proposer.name,
                 what,
                 exc_info=error,
             )
-        if self.faults == MOST_FAULTS:
+        if self._own_faults == MOST_FAULTS:
             logger.warning(
                 "proposer %r failed %d times (last: %s) and is asked no more in this run, which goes on without it",
                 self.proposer.name,
-                self.faults,
+                self._own_faults,
                 what,
                 exc_info=error,
             )

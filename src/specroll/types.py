@@ -248,6 +248,7 @@ class Follower(Protocol):
     """A proposer with a state of its own for every slot, which is told all that happens to slots, in plain rounds too.
 
     Slot s is that of the s-th running sequence, as in `Features`. A proposer without these methods costs nothing here.
+    If it has `slot_bytes(length)`, memory is reckoned with that for each slot of so many tokens.
     """
 
     def begin(self, slots: int, length: int) -> None:
@@ -276,3 +277,29 @@ class Listener(Protocol):
     """A proposer that wants to hear of each response that has ended, whether anything was proposed for it or not."""
 
     def ended(self, text: RunningText) -> None: ...
+
+
+@runtime_checkable
+class Several(Protocol):
+    """A proposer that asks others, of which one that is faulty is left out while the others go on."""
+
+    @property
+    def faults(self) -> int:
+        """How often one of them has failed."""
+        ...
+
+    @property
+    def disabled(self) -> bool:
+        """Whether none of them is asked any more."""
+        ...
+
+    def sound(self, draft: Any) -> Tensor:
+        """Whether all that they proposed for `draft` could be verified: a bool on its device.
+
+        What could not is not in it.
+        """
+        ...
+
+    def blame(self, draft: Any) -> None:
+        """Something could not: tell whose it was, and what is wrong with it."""
+        ...

@@ -12,8 +12,10 @@ from torch import nn
 
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine, Rollout
+from specroll.engine.engine import _COPIES_OF_LOGITS
 from specroll.engine.measure import propose_seconds
 from specroll.guard import Guard
+from specroll.model.cache import DoesNotFitError
 from specroll.rivals.fastgrpo import FastGRPO
 from specroll.rivals.rule import FastGRPORule
 from specroll.rivals.settings import FastGRPOConfig
@@ -140,7 +142,8 @@ def test_memory_is_reckoned_by_the_rows_of_a_round(monkeypatch: pytest.MonkeyPat
     """Not by 160 for each of 64 sequences: that many rows are never verified at once."""
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        "specroll.engine.engine.check_fits", lambda shape, slots, length, bytes_, rows: told.append((slots, rows))
+        "specroll.engine.engine.check_fits",
+        lambda shape, slots, length, bytes_, rows, beside: told.append((slots, rows)),
     )
     model = plain("llama")[0]
     wanted = [Request(prompt_ids=(3, 4), sample=i, max_new_tokens=2) for i in range(64)]
@@ -149,6 +152,35 @@ def test_memory_is_reckoned_by_the_rows_of_a_round(monkeypatch: pytest.MonkeyPat
         engine = Engine(model, proposer=rival.proposer, rule=rival.rule, eos_ids=[])
         engine.generate(wanted, SAMPLING)
         assert told.pop() == (64, rows)
+
+
+@pytest.mark.parametrize("blended", [False, True])
+def test_memory_is_reckoned_with_the_drafters_slots(blended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of a slot is what is allocated for it, and where that does not fit it is told beforehand."""
+    from specroll.propose.catalog import together
+    from specroll.propose.suffix import SuffixProposer
+
+    model = tiny("llama")
+    rival = FastGRPO.for_model(model)
+    proposer = together([SuffixProposer(), rival.proposer], VOCAB_SIZE) if blended else rival.proposer
+    engine = Engine(model, proposer=proposer, budget=BudgetConfig(fixed_nodes=3), eos_ids=[])
+    wanted = [Request(prompt_ids=(3, 4), sample=i, max_new_tokens=9) for i in range(3)]
+    engine.generate(wanted, SAMPLING)
+    own, kept = engine.target.cache, rival.proposer.context.cache
+    assert own is not None and kept is not None and engine.guard is not None
+    assert 3 * engine.guard.slot_bytes(own.length) == kept.memory.numel() * kept.memory.element_size()
+    rows = VOCAB_SIZE * 4 * _COPIES_OF_LOGITS * (1 + 3)
+    needed = (
+        own.memory.numel() * own.memory.element_size() + 3 * rows + kept.memory.numel() * kept.memory.element_size()
+    )
+    for free, fits in ((needed + 1, True), (needed - 1, False)):
+        engine.target.release()
+        monkeypatch.setattr("specroll.model.cache.free_bytes", lambda device, free=free: free / 0.9)
+        if fits:
+            engine.generate(wanted, SAMPLING)
+        else:
+            with pytest.raises(DoesNotFitError, match="max_running=2"):
+                engine.generate(wanted, SAMPLING)
 
 
 def test_a_proposer_that_follows_is_what_the_engine_takes_it_for() -> None:
@@ -182,4 +214,34 @@ def test_a_rule_of_its_own_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> No
     """Nothing is measured for it, as nothing of it depends on prices."""
     monkeypatch.setattr("specroll.engine.engine.latency_curve", lambda *a: pytest.fail("measured"))
     assert rollout_of("llama", taught=False).tokens > 0
-    assert FastGRPORule(60).most == 59
+    assert FastGRPORule(FastGRPOConfig(capacity=60)).most == 59
+
+
+@pytest.mark.parametrize("taught", [False, True], ids=["untaught", "taught"])
+def test_a_drafter_may_be_blended_with_what_needs_no_states(taught: bool) -> None:
+    """In few slots, which change hands; it is told of all that happens to them, and learns from it."""
+    from specroll.propose.blend import FollowingBlend
+    from specroll.propose.catalog import together
+    from specroll.propose.suffix import SuffixProposer
+
+    model = plain("llama")[0]
+    rival = FastGRPO.for_model(model, drafter_of("llama", taught=taught))
+    blend = together([SuffixProposer(), rival.proposer], VOCAB_SIZE)
+    assert isinstance(blend, FollowingBlend)
+    engine = Engine(
+        model, proposer=blend, budget=BudgetConfig(fixed_nodes=5), config=EngineConfig(max_running=3), eos_ids=[]
+    )
+    for sampling in (SAMPLING, SamplingParams(temperature=0)):
+        rollout = engine.generate(SPREAD, sampling)
+        assert tokens_of(rollout) == tokens_of(Engine(model, eos_ids=[]).generate(SPREAD, sampling))
+        assert rollout.faults == 0 and all(r.proposed for r in rollout.rounds)
+        assert rival.learner.learn(rollout.seconds) and rival.learner.report is not None
+        assert rival.learner.report.responses == len(SPREAD)
+
+
+def test_a_blend_without_a_drafter_follows_nothing() -> None:
+    from specroll.propose.catalog import together
+    from specroll.propose.suffix import SuffixProposer
+    from specroll.types import Follower
+
+    assert not isinstance(together([SuffixProposer(), SuffixProposer()], VOCAB_SIZE), Follower)

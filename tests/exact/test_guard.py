@@ -15,6 +15,8 @@ from replay import Replay
 from specroll.config import BudgetConfig
 from specroll.engine import Engine, Rollout
 from specroll.guard import MOST_FAULTS, Guard, completed
+from specroll.propose.blend import Blend
+from specroll.propose.catalog import together
 from specroll.types import Branches, Draft, Features, Request, SamplingParams, TargetOutput, Tree, Verdict
 from tiny import VOCAB_SIZE, tiny
 
@@ -343,3 +345,35 @@ def test_a_proposer_that_has_lost_track_is_asked_no_more(
     assert engine.guard is not None and engine.guard.disabled
     told = [record.getMessage() for record in proposer_faults]
     assert f"{verb} raised RuntimeError: lost" in told[0] and "asked no more" in told[-1]
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_a_faulty_member_of_a_blend_takes_no_other_down(
+    kind: str, model: Any, plain: Rollout, proposer_faults: list[logging.LogRecord]
+) -> None:
+    spoil, cause = SPOILT[kind]
+    faulty, sound = Faulty(plain, spoil), Faulty(plain, lambda draft: draft)
+    sound.name = "sound"
+    engine = engine_of(model, Blend([faulty, sound], vocab_size=VOCAB_SIZE))
+    rollout = engine.generate(REQUESTS, SAMPLING)
+    assert tokens_of(rollout) == tokens_of(plain)
+    assert all(r.proposed > 0 for r in rollout.rounds) and rollout.tokens_per_round > 1.5
+    assert (faulty.asked, faulty.told, rollout.faults) == (MOST_FAULTS, 0, MOST_FAULTS)
+    assert sound.told == sound.asked == len(rollout.rounds)
+    assert engine.guard is not None and not engine.guard.disabled
+    told = [record.getMessage() for record in proposer_faults]
+    assert len(told) == 2 and all("proposer 'faulty' failed" in line and cause in line for line in told)
+
+
+@pytest.mark.parametrize("verb", ["begin", "read", "admit", "keep", "retire"])
+def test_a_member_that_has_lost_track_of_slots_is_left_out_alone(
+    verb: str, model: Any, plain: Rollout, proposer_faults: list[logging.LogRecord]
+) -> None:
+    lost, follows = Following(plain, lambda draft: draft), Following(plain, lambda draft: draft)
+    lost.fails, follows.fails = verb, "nothing"
+    blend = together([lost, follows], VOCAB_SIZE)
+    engine = engine_of(model, blend)
+    rollout = engine.generate(REQUESTS, SAMPLING)
+    assert tokens_of(rollout) == tokens_of(plain) and rollout.tokens_per_round > 1.5
+    assert [guard.disabled for guard in blend.guards] == [True, False]  # type: ignore[union-attr]
+    assert "lost" in proposer_faults[0].getMessage() and follows.told == follows.asked > 0

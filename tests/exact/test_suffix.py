@@ -13,7 +13,7 @@ from specroll.propose.blend import Blend
 from specroll.propose.proposer import HeadsProposer
 from specroll.propose.suffix import SuffixBranches, SuffixProposer
 from specroll.types import Features, Proposer, Request, RunningText, SamplingParams
-from tiny import tiny, tiny_heads
+from tiny import VOCAB_SIZE, tiny, tiny_heads
 
 PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (7, 8, 9, 10, 11, 12, 7, 8), (20, 21), (3, 4, 5, 6), (20, 21), (7, 8, 9, 10)]
 SAMPLINGS = [
@@ -35,8 +35,10 @@ def proposers(model: PreTrainedModel) -> dict[str, Proposer]:
     heads = tiny_heads()
     return {
         "suffix": SuffixProposer(),
-        "blend": Blend([HeadsProposer(heads, model), SuffixProposer()]),
-        "blend without hits": Blend([SuffixProposer(), HeadsProposer(heads, model, ranking="probability")], nodes=3),
+        "blend": Blend([HeadsProposer(heads, model), SuffixProposer()], vocab_size=VOCAB_SIZE),
+        "blend without hits": Blend(
+            [SuffixProposer(), HeadsProposer(heads, model, ranking="probability")], vocab_size=VOCAB_SIZE, nodes=3
+        ),
     }
 
 

@@ -6,7 +6,6 @@ more than once over the same few prompts, for proposers that remember them. Know
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from specroll.bench.adapt import Experiment
 from specroll.bench.adapt import train as train_contest
 from specroll.config import PROPOSERS, BudgetConfig, EngineConfig, MethodName, TrainConfig
 from specroll.propose.store import load_heads
+from specroll.rivals.settings import FastGRPOConfig
 from specroll.train.data import Task
 from specroll.train.methods import RolloutSettings, sampler
 from specroll.train.rollout import SpecRollout
@@ -40,6 +40,8 @@ class Setting:
     data: str
     top_p: float
     batch: str
+    drafter: str | None = None
+    """Folder of the rival's drafter, where that is measured."""
 
     @property
     def prompts(self) -> int:
@@ -48,6 +50,10 @@ class Setting:
     @property
     def generations(self) -> int:
         return int(self.batch.split("x")[1])
+
+    @property
+    def running(self) -> int:
+        return self.prompts * self.generations
 
     @property
     def name(self) -> str:
@@ -60,13 +66,15 @@ def train(
     task: Task,
     methods: Sequence[str],
     *,
+    rival: FastGRPOConfig = FastGRPOConfig(),
     epochs: int,
     seed: int,
     on_step: Callable[[dict[str, Any]], None],
 ) -> None:
     """A training of `config.steps` steps, in `epochs` passes over its prompts, sampled by `methods` and plain decoding.
 
-    `on_step` gets a record of each step, as of `adapt.train`, with its `epoch` from 0. Raises ValueError for a method
+    The rival is run with the settings `rival`. `on_step` gets a record of each step, as of `adapt.train`, with its
+    `epoch` from 0. Raises ValueError for a method
     that is not there, and where one samples other tokens than plain decoding.
     """
     assert config.steps is not None
@@ -74,13 +82,13 @@ def train(
     rows = rows_in_order(task.dataset, per_epoch * setting.prompts, seed)
 
     def rivals(model: PreTrainedModel, config: TrainConfig, running: int) -> dict[str, SpecRollout]:
-        return {name: system(name, setting.heads, model, config, running) for name in methods if name != "plain"}
+        return {name: system(name, setting, model, config, rival, running) for name in methods if name != "plain"}
 
     train_contest(
         Experiment(
             config=config,
             task=replace(task, dataset=rows),
-            running=setting.prompts * setting.generations,
+            running=setting.running,
             rivals=rivals,
         ),
         seed,
@@ -88,14 +96,18 @@ def train(
     )
 
 
-def system(name: str, heads: str, model: PreTrainedModel, config: TrainConfig, running: int) -> SpecRollout:
-    """One of `SYSTEMS`, with heads of its own where it has any."""
+def system(
+    name: str, setting: Setting, model: PreTrainedModel, config: TrainConfig, rival: FastGRPOConfig, running: int
+) -> SpecRollout:
+    """One of `SYSTEMS`, with heads or a drafter of its own where it has any, which learn as the method says."""
     method, proposers = SYSTEMS[name]
     settings = RolloutSettings(proposers=proposers, engine_config=EngineConfig(max_running=running))
     if method == "specroll":  # the rival has a rule of its own
         settings = replace(settings, budget=BudgetConfig(max_nodes=config.max_nodes))
         if "heads" in proposers:
-            settings = replace(settings, heads=copy.deepcopy(load_heads(heads, model)))
+            settings = replace(settings, heads=load_heads(setting.heads, model))  # read anew, as each learns
+    else:
+        settings = replace(settings, drafter=setting.drafter, rival=rival)
     made = sampler(settings, method)
     assert isinstance(made, SpecRollout)
     return made

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,8 +31,10 @@ class Options:
     """Local folders or names on the hub."""
     heads: tuple[Path, ...]
     """Folders of heads fitted to them, in the same order."""
+    drafters: tuple[Path, ...] = ()
+    """Folders of the rival's drafters for them (specroll drafter fit), where fastgrpo is measured."""
     methods: tuple[str, ...] = ("heads",)
-    """Methods besides plain decoding: heads, suffix, specroll (both together), fastgrpo."""
+    """Methods besides plain decoding: heads, suffix, specroll (both together), fastgrpo (tuned at first)."""
     data: tuple[str, ...] = ("gsm8k", "math35")
     """Where the prompts come from: task names or JSON Lines files."""
     data_dir: Path | None = None
@@ -63,6 +66,12 @@ class Options:
         )
         if len(self.models) != len(self.heads):
             raise ValueError(f"give heads to each model: {len(self.models)} models, {len(self.heads)} folders of heads")
+        wanted = len(self.models) if "fastgrpo" in self.methods else 0
+        if len(self.drafters) != wanted:
+            raise ValueError(
+                f"fastgrpo needs a drafter for each model, and nothing else does: {wanted} needed, got "
+                f"{len(self.drafters)} (specroll drafter fit makes one)"
+            )
         if self.steps % self.epochs:
             raise ValueError(f"epochs must divide the steps, got {self.steps} steps in {self.epochs} epochs")
         if bad := [b for b in self.batches if not re.fullmatch("[1-9][0-9]*x([2-9]|[1-9][0-9]+)", b)]:
@@ -81,7 +90,6 @@ def main(options: Options) -> int:
     # A measurement is made of local files; nobody is told of it.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from specroll.bench.methods import Setting
     from specroll.bench.methods_stats import summaries
     from specroll.cli.bench_view import show_methods
     from specroll.model.load import load_model
@@ -94,36 +102,76 @@ def main(options: Options) -> int:
         model, _ = load_model(options.models[0], dtype=options.dtype)
         results: Results = head_of(model)
         del model
+        settings = _settings(options)
+        tuning: dict[str, Callable[[Progress], Results]] = {}
         cells: dict[str, Callable[[Progress], Results]] = {}
-        for model_name, heads in zip(options.models, options.heads, strict=True):
-            for data in options.data:
-                for top_p in options.top_p:
-                    for batch in options.batches:
-                        setting = Setting(model_name, str(heads), data, top_p, batch)
-                        for seed in range(options.seeds):
-                            cells |= _cells(options, setting, tasks[data], seed)
+        for setting in settings:
+            if setting.drafter is not None and _form(setting) not in tuning:
+                tuning[_form(setting)] = partial(_tune, options, setting, tasks[setting.data])
+            for seed in range(options.seeds):
+                cells |= _cells(options, setting, tasks[setting.data], seed, results)
+        if tuning:
+            go_through(options.json, results, tuning, lambda found: {}, _show_tuning, key="tuning")
         go_through(options.json, results, cells, lambda found: summaries(found.values()), _show)
     show_methods(results)
     finish(options, results)
     return 0
 
 
-def _cells(options: Options, setting: Setting, task: Task, seed: int) -> dict[str, Callable[[Progress], Results]]:
+def _settings(options: Options) -> list[Setting]:
+    from specroll.bench.methods import Setting
+
+    drafters = options.drafters or (None,) * len(options.models)
+    return [
+        Setting(model, str(heads), data, top_p, batch, None if drafter is None else str(drafter))
+        for model, heads, drafter in zip(options.models, options.heads, drafters, strict=True)
+        for data in options.data
+        for top_p in options.top_p
+        for batch in options.batches
+    ]
+
+
+def _form(setting: Setting) -> str:
+    """What the rival is tuned for, once: by the first data and top_p of the options."""
+    return f"{setting.model} {setting.batch}"
+
+
+def _tune(options: Options, setting: Setting, task: Task, progress: Progress) -> Results:
+    from specroll.bench.methods_tuning import rollouts, tune
+
+    done, total = count(1), rollouts(setting)
+    stage = f"tuning fastgrpo, {_form(setting)}"
+    found = tune(
+        setting,
+        _config(options, setting),
+        task,
+        lambda name, rate: progress(stage, next(done), total, f"{name}: {rate:.0f} tokens/s"),
+    )
+    return {"data": setting.data, "top_p": setting.top_p, **found}
+
+
+def _cells(
+    options: Options, setting: Setting, task: Task, seed: int, results: Results
+) -> dict[str, Callable[[Progress], Results]]:
     """One cell per method. They are measured together, by the first of them that is missing."""
     measured: dict[str, Results] = {}
 
     def run(method: str, progress: Progress) -> Results:
         if method not in measured:
-            measured.update(_train(options, setting, task, seed, progress))
+            tuned = results["tuning"][_form(setting)]["settings"] if setting.drafter is not None else {}
+            measured.update(_train(options, setting, task, seed, tuned, progress))
         return measured[method]
 
     methods = ("plain", *options.methods)
     return {f"{setting.name} seed {seed} {method}": partial(run, method) for method in methods}
 
 
-def _train(options: Options, setting: Setting, task: Task, seed: int, progress: Progress) -> dict[str, Results]:
+def _train(
+    options: Options, setting: Setting, task: Task, seed: int, tuned: dict[str, int], progress: Progress
+) -> dict[str, Results]:
     from specroll.bench.methods import train
     from specroll.bench.methods_stats import cells_of
+    from specroll.rivals.settings import FastGRPOConfig
 
     steps: list[dict[str, Any]] = []
 
@@ -133,7 +181,21 @@ def _train(options: Options, setting: Setting, task: Task, seed: int, progress: 
         note = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
         progress(f"{setting.name} seed {seed}", len(steps), options.steps, f"{note} tokens/s")
 
-    config = TrainConfig(
+    train(
+        setting,
+        _config(options, setting),
+        task,
+        options.methods,
+        rival=FastGRPOConfig(**tuned),
+        epochs=options.epochs,
+        seed=seed,
+        on_step=on_step,
+    )
+    return cells_of({name: getattr(setting, name) for name in ("model", "data", "top_p", "batch")}, seed, steps)
+
+
+def _config(options: Options, setting: Setting) -> TrainConfig:
+    return TrainConfig(
         model=setting.model,
         task=setting.data,
         steps=options.steps,
@@ -145,8 +207,11 @@ def _train(options: Options, setting: Setting, task: Task, seed: int, progress: 
         dtype=options.dtype,
         max_nodes=options.max_nodes,
     )
-    train(setting, config, task, options.methods, epochs=options.epochs, seed=seed, on_step=on_step)
-    return cells_of({name: getattr(setting, name) for name in ("model", "data", "top_p", "batch")}, seed, steps)
+
+
+def _show_tuning(name: str, found: Results) -> None:
+    chosen = ", ".join(f"{key} {value}" for key, value in found["settings"].items())
+    print(f"fastgrpo, {name}: {chosen}; {found['over_plain']:.2f} times plain decoding", flush=True)
 
 
 def _show(name: str, cell: Results) -> None:

@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("specroll.cli.report", "Draw a training run, finished or not, over its steps"),
     "check": ("specroll.cli.check", "Prove on your model that speculation changes no token"),
     "heads fit": ("specroll.cli.heads", "Fit future-token heads to a model's own samples"),
+    "drafter fit": ("specroll.cli.drafter", "Pre-train the rival's drafter on a model's own samples"),
     "profile": ("specroll.cli.profile", "Show where a round's time goes, and what further rows of a pass cost"),
     "simulate": ("specroll.cli.simulate", "Predict what speculation gains on other devices, from a recorded trace"),
     "simulate record": (

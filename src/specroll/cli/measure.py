@@ -191,17 +191,25 @@ def go_through(
     cells: Mapping[str, Callable[[Progress], Results]],
     sum_up: Callable[[Results], Results],
     show: Callable[[str, Results], None],
+    *,
+    key: str = "cells",
 ) -> None:
-    """Measure the cells that `path` does not hold yet; show, sum up and write after each, so nothing can be lost."""
+    """Measure the cells that `path` does not hold yet; show, sum up and write after each, so nothing can be lost.
+
+    `key`: where in the results they are kept.
+    """
     from specroll.cli.progress import Progress
 
-    results["cells"] |= _finished(path, results)
+    results |= _earlier(path, results)
+    found = results.setdefault(key, {})
+    if found:
+        print(f"Going on from {path}: {', '.join(found)} were measured before.")
     with Progress() as progress:
         for name, run in cells.items():
-            if name not in results["cells"]:
-                results["cells"][name] = run(progress)
-            show(name, results["cells"][name])
-            results |= sum_up(results["cells"])
+            if name not in found:
+                found[name] = run(progress)
+            show(name, found[name])
+            results |= sum_up(found)
             _write(path, results)
 
 
@@ -216,8 +224,8 @@ def finish(options: _Kept, results: Results) -> None:
         print(f"Written to {options.json}")
 
 
-def _finished(path: Path | None, results: Results) -> Results:
-    """Cells that the same command has measured on the same machine, before it was interrupted."""
+def _earlier(path: Path | None, results: Results) -> Results:
+    """What the same command has measured on the same machine, before it was interrupted."""
     if path is None or not path.exists() or not path.stat().st_size:
         return {}
     try:
@@ -229,8 +237,7 @@ def _finished(path: Path | None, results: Results) -> Results:
         raise FileExistsError(
             f"{path} holds a finished measurement or something else; name another file, or move this one away"
         )
-    print(f"Going on from {path}: {', '.join(earlier['cells'])} were measured before.")
-    return earlier["cells"]
+    return earlier
 
 
 def _write(path: Path | None, results: Results) -> None:

@@ -114,8 +114,8 @@ class Engine:
         slots = min(self.config.max_running, len(requests))
         started = time.perf_counter()
         with self.target.rolling_out():
-            self._reserve(requests, slots)
             guard = self._guarded()
+            self._reserve(requests, slots, guard)
             faults = 0 if guard is None else guard.faults
             planner = None if guard is None or guard.disabled else self._plan(guard, sampling)
             session = Session(
@@ -186,7 +186,7 @@ class Engine:
                 raise ValueError(f"request {i} repeats sample {r.sample}: equal samples would draw equal noise")
             samples.add(r.sample)
 
-    def _reserve(self, requests: Sequence[Request], slots: int) -> None:
+    def _reserve(self, requests: Sequence[Request], slots: int, guard: Guard | None) -> None:
         rows = 1 + (self._most_nodes() if self.proposer else 0)
         length = max(len(r.prompt_ids) + r.max_new_tokens for r in requests) + rows
         cache = self.target.cache
@@ -194,7 +194,8 @@ class Engine:
             row_bytes = self.target.vocab_size * 4 * _COPIES_OF_LOGITS
             if self.proposer is not None and self.rule is not None:  # sequences share its nodes
                 rows = -(-max(n + self.rule.nodes(n) for n in range(1, slots + 1)) // slots)
-            check_fits(self.target.cache_shape, slots, length, row_bytes, rows)
+            beside = 0 if guard is None else guard.slot_bytes(length)
+            check_fits(self.target.cache_shape, slots, length, row_bytes, rows, beside)
             self.target.reserve(slots, length)
 
     def _most_nodes(self) -> int:

@@ -41,12 +41,13 @@ class CacheShape:
         return self.layers * 2 * self.heads * self.head_width * self.dtype.itemsize
 
 
-def check_fits(shape: CacheShape, slots: int, length: int, row_bytes: int, rows_per_slot: int) -> None:
+def check_fits(shape: CacheShape, slots: int, length: int, row_bytes: int, rows_per_slot: int, beside: int = 0) -> None:
     """Raise `DoesNotFitError` if slots of `length` tokens and the logits of one round exceed the free memory.
 
-    `row_bytes` is what one packed row needs besides (its logits and the copies made while drawing).
+    `row_bytes` is what one packed row needs besides (its logits and the copies made while drawing), and `beside` what
+    a proposer keeps of each slot.
     """
-    per_slot = shape.bytes_per_token * (length + 1) + row_bytes * rows_per_slot
+    per_slot = shape.bytes_per_token * (length + 1) + row_bytes * rows_per_slot + beside
     free = int(free_bytes(shape.device) * 0.9)
     if per_slot * slots <= free:
         return

@@ -6,22 +6,27 @@ misses, starting from the highest of the probabilities that it was given. Each m
 itself, and from the tree in its own terms: there a node that only others proposed has the rank -1. Knows nothing of
 what its members are.
 
-    S  sequences    X  members    M  nodes of a sequence, then the root    I  bins
+    S  sequences    X  members    M  nodes of a sequence, then the root
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specroll.guard import Guard
+from specroll.propose import kept
 from specroll.propose.hits import BinnedHits, outcomes
 from specroll.tree import spell_out
-from specroll.types import Branches, Draft, Features, Listener, Proposer, RunningText, TargetOutput, Tree, Verdict
+from specroll.types import Branches, Draft, Features, Proposer, RunningText, TargetOutput, Tree, Verdict
 
+FILE = "blend.safetensors"
 _FACTOR, _WORD = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 """Odd numbers, which make a path's tokens its code."""
 _EDGES = (1e-7, 0.05, 0.15, 0.35, 0.65)
@@ -31,27 +36,36 @@ not propose it has said nothing there or something else was tried as well: no to
 
 @dataclass(frozen=True, slots=True)
 class Blended(Branches):
-    """The merged candidates, what each member proposed and what it calls them (-1: not its own), and what their hits
-    were computed from."""
+    """The merged candidates, what each member proposed (None: nothing) and what it calls them (-1: not its own),
+    whether that could be verified, and what the hits were computed from."""
 
-    drafts: tuple[Draft | Branches, ...]
+    drafts: tuple[Draft | Branches | None, ...]
+    sound_X: Tensor
     rank_XSM: Tensor  # 0 of the root
     raw_SM: Tensor  # these two without the root, as the candidates
     bin_SM: Tensor
 
 
 class Blend:
-    """A proposer that asks others. `nodes`: how many of a member's best candidates per sequence it looks at."""
+    """A proposer that asks others, as `types.Several`: one that fails is left out, and after a few faults for good.
 
-    def __init__(self, members: Sequence[Proposer], *, nodes: int = 16) -> None:
-        """Raises ValueError for no member, or less than one node."""
+    `save` and `load` carry what it has learned of them together over to another process, and nothing of their own.
+    """
+
+    def __init__(self, members: Sequence[Proposer], *, vocab_size: int, nodes: int = 16) -> None:
+        """`nodes`: how many of a member's best candidates per sequence are looked at.
+
+        Raises ValueError for no member, or less than one node.
+        """
         if not members or nodes < 1:
             raise ValueError(f"a blend needs at least one proposer and one node, got {len(members)} and nodes={nodes}")
         self.members = tuple(members)
+        self.guards = tuple(Guard(member, vocab_size) for member in members)
         self.nodes = nodes
         self.name = "+".join(member.name for member in members)
         self.horizons = max(member.horizons for member in members)
-        self.hits: BinnedHits | None = None  # on the device of the first candidates
+        self.hits = BinnedHits((len(_EDGES) + 1) ** len(members))
+        self._spoilt: set[int] = set()  # members whose latest draft could not be verified
 
     @property
     def version(self) -> int:
@@ -67,42 +81,123 @@ class Blend:
 
     @torch.no_grad()
     def propose(self, features: Features) -> Blended:
-        drafts = tuple(member.propose(features) for member in self.members)
-        spelled = [spell_out(draft, features.root_S, self.nodes) for draft in drafts]
-        forest = _side_by_side([branches for branches, _ in spelled])
+        self._spoilt = set()
+        drafts = tuple(guard.propose(features) for guard in self.guards)
+        spelled = [self._spell_out(*own, features.root_S) for own in zip(self.guards, drafts, strict=True)]
+        forest = _side_by_side([branches for branches, _, _ in spelled])
         first_SM = _first_of_path(forest)
         root = forest.token_SM.shape[1] - 1
         # A node's parent comes before it, and so does the node that stands for the parent.
         parent_SM = first_SM.gather(1, forest.parent_SM)[:, :root]
         at_SM = first_SM.where(forest.hit_SM > 0, root)  # what is no node is written where the root will be
-        rank_XSM = _tables([rank_SM for _, rank_SM in spelled], at_SM, missing=-1)
-        hit_XSM = _tables([branches.hit_SM for branches, _ in spelled], at_SM, missing=0)[..., :root]
+        rank_XSM = _tables([rank_SM for _, rank_SM, _ in spelled], at_SM, missing=-1)
+        hit_XSM = _tables([branches.hit_SM for branches, _, _ in spelled], at_SM, missing=0)[..., :root]
         raw_SM, bin_SM = hit_XSM.amax(0), _bins(hit_XSM)
-        if self.hits is None:
-            self.hits = BinnedHits((len(_EDGES) + 1) ** len(drafts), raw_SM.device)
+        self.hits.move(raw_SM.device)
         return Blended(
             forest.token_SM[:, :root],
             torch.where(parent_SM == root, -1, parent_SM),
             self.hits.hit(raw_SM, bin_SM),
             drafts,
+            torch.stack([sound for _, _, sound in spelled]),
             rank_XSM,
             raw_SM,
             bin_SM,
         )
 
+    def _spell_out(
+        self, guard: Guard, draft: Draft | Branches | None, root_S: Tensor
+    ) -> tuple[Branches, Tensor, Tensor]:
+        """A member's nodes, what it calls them, and whether they can be verified: else they are none."""
+        if draft is None:
+            none_SM = root_S.new_empty(root_S.shape[0], 0)
+            return Branches(none_SM, none_SM, none_SM.double()), none_SM, torch.ones_like(root_S[0], dtype=torch.bool)
+        branches, rank_SM = spell_out(draft, root_S, self.nodes)
+        sound = guard.sound(draft)
+        return replace(branches, hit_SM=branches.hit_SM.where(sound, 0.0)), rank_SM, sound
+
     @torch.no_grad()
     def observe(self, draft: Blended, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
-        if self.hits is not None:
-            self.hits.observe(draft.raw_SM, draft.bin_SM, *outcomes(draft, tree, verdict))
+        self.hits.observe(draft.raw_SM, draft.bin_SM, *outcomes(draft, tree, verdict))
         rank_XN = draft.rank_XSM[:, tree.sequence_N, torch.where(tree.depth_N == 0, -1, tree.rank_N)]
         rank_XN = rank_XN.where(tree.rank_N >= 0, -1)  # in a blend of blends
-        for member, own, rank_N in zip(self.members, draft.drafts, rank_XN, strict=True):
-            member.observe(own, replace(tree, rank_N=rank_N), verdict, out)
+        for number, (guard, own, rank_N) in enumerate(zip(self.guards, draft.drafts, rank_XN, strict=True)):
+            if own is not None and number not in self._spoilt:
+                guard.observe(own, replace(tree, rank_N=rank_N), verdict, out)
 
     def ended(self, text: RunningText) -> None:
-        for member in self.members:
-            if isinstance(member, Listener):
-                member.ended(text)
+        for guard in self.guards:
+            if guard.listens:
+                guard.tell("ended", text)
+
+    @property
+    def faults(self) -> int:
+        return sum(guard.faults for guard in self.guards)
+
+    @property
+    def disabled(self) -> bool:
+        return all(guard.disabled for guard in self.guards)
+
+    def sound(self, draft: Blended) -> Tensor:
+        return draft.sound_X.all()
+
+    def blame(self, draft: Blended) -> None:
+        for number, (guard, own, sound) in enumerate(
+            zip(self.guards, draft.drafts, draft.sound_X.tolist(), strict=True)
+        ):
+            if own is not None and not guard.accepts(own, sound):
+                self._spoilt.add(number)
+
+    def save(self, folder: str | Path) -> None:
+        """Write what hits and misses have taught of the members together, as one safetensors file in a folder."""
+        kept.write(Path(folder) / FILE, "blend", self.hits.state_dict(), members=self.name)
+
+    def load(self, folder: str | Path) -> None:
+        """Take over what `save` wrote, if it was of the same members.
+
+        Raises ValueError for a file that is missing, damaged or of another format.
+        """
+        path = Path(folder) / FILE
+        tensors, about = kept.read(path, "blend")
+        if about.get("members") != self.name:
+            return  # what others are worth together says nothing of these
+        try:
+            self.hits.load_state_dict(tensors)
+        except ValueError as error:
+            raise ValueError(f"{path} holds no usable blend: {error}; delete it to start without it") from error
+
+
+class FollowingBlend(Blend):
+    """One with members that follow slots (`types.Follower`), who are told what happens to these.
+
+    A class of its own, as the engine has to keep more for a proposer that follows.
+    """
+
+    def begin(self, slots: int, length: int) -> None:
+        self._tell("begin", slots, length)
+
+    def read(self, token_P: Sequence[int], hidden_PH: Tensor) -> list[Any]:
+        return self._tell("read", token_P, hidden_PH)
+
+    def admit(self, read: list[Any], root: int) -> None:
+        for guard, own in zip(self._following, read, strict=True):
+            guard.tell("admit", own, root)
+
+    def keep(self, hidden_NH: Tensor, token_N: Tensor, counts: Sequence[int]) -> None:
+        self._tell("keep", hidden_NH, token_N, counts)
+
+    def retire(self, source: Sequence[int]) -> None:
+        self._tell("retire", source)
+
+    def slot_bytes(self, length: int) -> int:
+        return sum(guard.slot_bytes(length) for guard in self._following)
+
+    @property
+    def _following(self) -> list[Guard]:
+        return [guard for guard in self.guards if guard.follows]
+
+    def _tell(self, verb: str, *given: Any) -> list[Any]:
+        return [guard.tell(verb, *given) for guard in self._following]
 
 
 def _side_by_side(branches: Sequence[Branches]) -> Branches:

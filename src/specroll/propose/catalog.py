@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from specroll.config import is_import_path
 from specroll.guard import completed
-from specroll.propose.blend import Blend
+from specroll.propose.blend import Blend, FollowingBlend
 from specroll.propose.suffix import SuffixProposer
-from specroll.types import Proposer
+from specroll.types import Follower, Proposer
 
 Maker = Callable[[PreTrainedModel, Any], Proposer]
 """Called with the model (without adapters around it) and its tokenizer, which may be None."""
@@ -40,10 +40,11 @@ def find(name: str) -> Maker:
     return _BUILT_IN[name]
 
 
-def together(proposers: Sequence[Proposer]) -> Proposer | None:
+def together(proposers: Sequence[Proposer], vocab_size: int) -> Proposer | None:
     """Several proposers as one; None of none."""
     if len(proposers) > 1:
-        return Blend(proposers)
+        kind = FollowingBlend if any(isinstance(proposer, Follower) for proposer in proposers) else Blend
+        return kind(proposers, vocab_size=vocab_size)
     return proposers[0] if proposers else None
 
 

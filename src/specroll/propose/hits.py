@@ -45,6 +45,9 @@ class BinnedHits:
         keep_I = torch.exp(known_I / -MEMORY)
         self.promised_I, self.drawn_I = self.promised_I * keep_I + promised_I, self.drawn_I * keep_I + drawn_I
 
+    def move(self, device: torch.device) -> None:
+        self.promised_I, self.drawn_I = self.promised_I.to(device), self.drawn_I.to(device)
+
     def state_dict(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).clone() for name in _STATE}
 

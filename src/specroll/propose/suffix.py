@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specroll import noise
-from specroll.propose import suffix_store
+from specroll.propose import kept
 from specroll.propose.hits import BinnedHits, outcomes
 from specroll.propose.suffix_index import Group, IndexedText, SuffixIndex
 from specroll.propose.suffix_store import ResponseStore
@@ -97,12 +97,12 @@ class SuffixProposer:
 
     def save(self, folder: str | Path) -> None:
         """Write what finished responses and hits have taught, as one safetensors file in a folder."""
-        suffix_store.write(Path(folder) / FILE, self.store.state_dict() | self.hits.state_dict())
+        kept.write(Path(folder) / FILE, self.name, self.store.state_dict() | self.hits.state_dict())
 
     def load(self, folder: str | Path) -> None:
         """Take over what `save` wrote. Raises ValueError for a file that is missing, damaged or of another format."""
         path = Path(folder) / FILE
-        tensors = suffix_store.read(path)
+        tensors, _ = kept.read(path, self.name)
         hits, store = _fresh_hits(), ResponseStore(self.store.max_tokens)
         try:
             hits.load_state_dict(tensors)

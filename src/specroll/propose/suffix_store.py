@@ -8,21 +8,14 @@ A prompt is known by its digest, so what is kept and written holds no prompt. Kn
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
-from specroll.files import write_atomic
-
-FORMAT = 1
 MOST_OF_ONE = 32
 """Responses to one prompt that are kept at most."""
 _DIGEST_BYTES = 16
@@ -109,28 +102,6 @@ class ResponseStore:
         pieces = np.split(token_T.numpy(), length_R.cumsum(0).tolist()[:-1])
         for prompt_B, token_T in zip(prompt_RB.numpy(), pieces, strict=False):
             self._add(Response(prompt_B.tobytes(), token_T.copy()))
-
-
-def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file, whose header says in JSON what it is."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    header = {"suffixes": json.dumps({"format": FORMAT})}
-    write_atomic(path, save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata=header))
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    """What `write` wrote. Raises ValueError where there is nothing, or nothing usable."""
-    try:
-        with safe_open(path, "pt") as file:
-            header = json.loads((file.metadata() or {})["suffixes"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    except FileNotFoundError as error:
-        raise ValueError(f"no suffixes at {path}: the file is not there; start without it") from error
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise ValueError(f"{path} holds no usable suffixes ({error}); delete it to start without them") from error
-    if header != {"format": FORMAT}:
-        raise ValueError(f"{path} is of {header}, this version reads format {FORMAT}; delete it to start without it")
-    return tensors
 
 
 def _digest(prompt_ids: Sequence[int]) -> bytes:

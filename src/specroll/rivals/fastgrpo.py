@@ -48,6 +48,6 @@ class FastGRPO:
             drafter = Drafter.for_model(model)
         elif not isinstance(drafter, Drafter):
             drafter = load_drafter(drafter, model)
-        rule = FastGRPORule(config.capacity)
+        rule = FastGRPORule(config)
         proposer = FastGRPOProposer(drafter, model, rule)
         return cls(drafter, rule, proposer, OnlineLearning(proposer, config))

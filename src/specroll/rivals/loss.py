@@ -4,7 +4,8 @@
 
 at every position t of a response, averaged over each response and then over responses, so that long ones do not count
 more. h are the target's states as the rollout recorded them; of a prompt they are context and teach nothing. The law is
-the target's raw one, over the whole vocabulary.
+the target's raw one, over the whole vocabulary, by products in the model's own dtype as in a rollout: they are most of
+what learning costs.
 
     N  packed positions    L  those that teach    H  hidden width    V  vocabulary
 """
@@ -85,13 +86,15 @@ def _part(
     next_L, weight_L = batch.at_L[part] + 1, batch.weight_L[part]
     next_LH = batch.hidden_NH[next_L]
     feature = (F.smooth_l1_loss(state_LH, next_LH, reduction="none").mean(-1) * weight_L).sum()
-    logits_LV = readout.logits(state_LH)
+    logits_LV = readout.own_logits(state_LH)
     with torch.no_grad():
-        law_LV = readout.logits(next_LH).softmax(-1)
+        law_LV = readout.own_logits(next_LH).softmax(-1)
         hits = ((logits_LV.argmax(-1) == batch.token_N[next_L]) * weight_L).sum()
-    law = (F.cross_entropy(logits_LV, law_LV, reduction="none") * weight_L).sum()
+        law = ((logits_LV.logsumexp(-1) - torch.linalg.vecdot(law_LV, logits_LV)) * weight_L).sum()
+        # The slope by hand, as the vocabulary is gone through several times else.
+        slope_LV = logits_LV.softmax(-1).sub_(law_LV).mul_(config.law_weight * weight_L[:, None]) if learn else None
     if learn:
-        (config.feature_weight * feature + config.law_weight * law).backward()
+        torch.autograd.backward([config.feature_weight * feature, logits_LV], [None, slope_LV])
     return torch.stack((feature, law, hits)).detach().double().cpu()
 
 

@@ -7,6 +7,7 @@ runs the prompt, and those of every kept row after each round.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 
 import torch
@@ -18,9 +19,9 @@ from specroll.model.cache import CacheShape
 from specroll.model.linear import PackedLinears
 from specroll.propose.readout import Readout, embed, output_layer
 from specroll.rivals.context import Context, Passage, ReadPrompt
-from specroll.rivals.draft import SLOTS, draft
+from specroll.rivals.draft import draft, rows_behind
 from specroll.rivals.eagle import Drafter
-from specroll.rivals.rule import MOST_DEPTH, FastGRPORule
+from specroll.rivals.rule import FastGRPORule
 from specroll.types import Branches, Features, TargetOutput, Tree, Verdict
 
 
@@ -32,7 +33,6 @@ class FastGRPOProposer:
     """
 
     name = "fastgrpo"
-    horizons = MOST_DEPTH
     reads_past = False  # of texts: it has their states
     fitted = False  # however well it is taught, its confidences are no promises: nothing is to be measured by them
 
@@ -41,11 +41,13 @@ class FastGRPOProposer:
         if (width := output_layer(model).weight.shape[1]) != drafter.hidden_size:
             raise ValueError(f"the drafter is for states of width {drafter.hidden_size}, the model's have {width}")
         self.drafter, self.model, self.rule = drafter, model, rule
+        self.horizons = rule.config.most_depth
         self.version = 0
         self.context = Context(CacheShape.of(drafter.body.config, model.dtype, model.device))
         self._lm_head = output_layer(model)
         self._finish = Readout.of(model, None).finish
         self._stamp: tuple[tuple[int, int], ...] | None = None
+        self._packs = ExitStack()
         self._take_over()
 
     def refresh(self) -> None:
@@ -56,12 +58,18 @@ class FastGRPOProposer:
 
     def begin(self, slots: int, length: int) -> None:
         self._take_over()
-        self.context.begin(slots, length + SLOTS)
+        self.context.begin(slots, self._slot_length(length))
+
+    def slot_bytes(self, length: int) -> int:
+        """Its own keys and values of a sequence of so many tokens."""
+        return self.context.shape.bytes_per_token * (self._slot_length(length) + 1)
+
+    def _slot_length(self, length: int) -> int:
+        return length + rows_behind(self.rule.config)
 
     @torch.no_grad()
     def read(self, token_P: Sequence[int], hidden_PH: Tensor) -> ReadPrompt:
-        with self._packed.in_use():
-            return self.context.read(token_P, hidden_PH, self._run)
+        return self.context.read(token_P, hidden_PH, self._run)
 
     def admit(self, read: ReadPrompt, root: int) -> None:
         self.context.admit(read, root)
@@ -85,8 +93,7 @@ class FastGRPOProposer:
             none = features.root_S.new_empty(features.root_S.shape[0], 0)
             return Branches(none, none, none.double())
         self._take_over()
-        with self._packed.in_use():
-            return draft(self.context, self._run, self._logits, shape)
+        return draft(self.context, self._run, self._logits, shape)
 
     def observe(self, draft: Branches, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
         """Nothing to learn within a rollout: what was kept has been told by `keep`."""
@@ -99,12 +106,11 @@ class FastGRPOProposer:
         return self._finish(self._lm_head(state))
 
     def _take_over(self) -> None:
-        """The drafter's present weights, in the model's dtype."""
+        """The drafter's present weights, in the model's dtype and packed."""
         stamp = tuple((p.data_ptr(), p._version) for p in self.drafter.parameters())
         if self._stamp == stamp:
             return
-        same = self.model.dtype == torch.float32
-        if self._stamp is None or not same:  # packs of the drafter itself follow its weights
-            self._network = self.drafter if same else deepcopy(self.drafter).requires_grad_(False).to(self.model.dtype)
-            self._packed = PackedLinears(self._network, rounded_to=self.model.dtype)
+        self._packs.close()  # never hold the old ones beside the new
+        self._network = deepcopy(self.drafter).requires_grad_(False).to(self.model.dtype)
+        self._packs.enter_context(PackedLinears(self._network, rounded_to=self.model.dtype).in_use())
         self._stamp = stamp

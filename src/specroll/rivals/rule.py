@@ -4,9 +4,10 @@
 
 Each of S sequences verifies V rows, its root included; the drafter goes L tokens deep and k wide. It speculates as
 long as V allows a node at all, whatever nodes are worth. Where S exceeds C (the authors' code takes the logarithm of 0
-there) or C / 2, V leaves no node, and the round is a plain one.
+there) or C / 2, V leaves no node, and the round is a plain one. The bounds 160, 3, 5 and 8 are those of the published
+code, made for its devices; `FastGRPOConfig` may set others for this one, as it sets C.
 
-Source: arXiv 2509.21792, section 4; the constants are those of its published code.
+Source: arXiv 2509.21792, section 4.
 """
 
 from __future__ import annotations
@@ -16,10 +17,8 @@ from typing import NamedTuple
 
 from specroll.budget import FixedPlanner
 from specroll.budget.surface import BASE_CONTEXT
+from specroll.rivals.settings import FastGRPOConfig
 
-MOST_ROWS = 160
-LEAST_DEPTH, MOST_DEPTH = 3, 5
-MOST_BRANCHES = 8
 QUALITY = 0.75
 """The authors' alpha, for the quality of a drafter: rows that each doubling of the accepted length costs."""
 
@@ -35,20 +34,18 @@ class Shape(NamedTuple):
 class FastGRPORule(FixedPlanner):
     """The same number of nodes for every running sequence. Nothing is learned, and no node is cut for its worth."""
 
-    def __init__(self, capacity: int = MOST_ROWS) -> None:
-        """`capacity`: C, the rows that the device verifies in one pass at about the price of one."""
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-            raise ValueError(f"the capacity is a whole number of rows, at least 1, got {capacity!r}")
-        self.capacity = capacity
+    def __init__(self, config: FastGRPOConfig = FastGRPOConfig()) -> None:
+        self.config = config
         super().__init__(self.shape(1).nodes)
 
     def shape(self, running: int) -> Shape:
         """Of each tree while so many sequences run."""
-        rows = min(self.capacity // running, MOST_ROWS)
+        config = self.config
+        rows = min(config.capacity // running, config.most_rows)
         if rows < 2:
             return Shape(0, 0, 0)
-        depth = min(max(math.floor(math.log2(rows / QUALITY)), LEAST_DEPTH), MOST_DEPTH)
-        return Shape(rows - 1, depth, min(rows - 1, MOST_BRANCHES))
+        depth = min(max(math.floor(math.log2(rows / QUALITY)), config.least_depth), config.most_depth)
+        return Shape(rows - 1, depth, min(rows - 1, config.most_branches))
 
     def nodes(self, running: int, context: float = BASE_CONTEXT) -> int:
         self.each = self.shape(running).nodes

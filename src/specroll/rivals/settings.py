@@ -12,6 +12,13 @@ class FastGRPOConfig:
 
     capacity: int = 160
     """C: rows that the device verifies in one pass at about the price of one."""
+    most_rows: int = 160
+    """Of one sequence's tree, its root included."""
+    least_depth: int = 3
+    most_depth: int = 5
+    """Tokens that the drafter goes deep, at the least and at most."""
+    most_branches: int = 8
+    """Tokens that it goes wide."""
     feature_weight: float = 2.0
     """Of SmoothL1(next feature) in the loss."""
     law_weight: float = 0.1
@@ -26,12 +33,17 @@ class FastGRPOConfig:
     """Share of the steps of a pre-training in which the learning rate rises; it falls along a cosine afterwards."""
 
     def __post_init__(self) -> None:
-        for name in ("capacity", "updates", "batch_responses"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.least_depth > self.most_depth:
+            raise ValueError(f"least_depth must not exceed most_depth, got {self.least_depth} and {self.most_depth}")
         if not (0 < self.learning_rate < math.inf and 0 <= self.warm_up <= 1):
             raise ValueError(f"need learning_rate > 0 and warm_up in [0, 1], got {self.learning_rate}, {self.warm_up}")
         weights = self.feature_weight, self.law_weight
         if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
             raise ValueError(f"weights of the loss must be finite, not negative and not both 0, got {weights}")
+
+
+_COUNTS = ("capacity", "most_rows", "least_depth", "most_depth", "most_branches", "updates", "batch_responses")

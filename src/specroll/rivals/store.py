@@ -47,6 +47,13 @@ def load_drafter(folder: str | Path, model: PreTrainedModel) -> Drafter:
     return drafter
 
 
+def find_drafter(folder: Path) -> Path:
+    """The file of the drafter in `folder`. Raises `HeadsFileError` where there is none."""
+    if not (folder / WEIGHTS).is_file():
+        raise HeadsFileError(f"no drafter in {folder} (it has no {WEIGHTS}); make one first: specroll drafter fit")
+    return folder / WEIGHTS
+
+
 def save_learning(
     folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, counts: Mapping[str, int | float]
 ) -> None:
@@ -65,19 +72,19 @@ def load_learning(
 
 
 def _take(drafter: Drafter, folder: Path, model: PreTrainedModel) -> None:
-    tensors, about = _read(folder / WEIGHTS)
+    tensors, about = _read(find_drafter(folder))
     try:
         fitted = Fingerprint(**about["model"])
     except (KeyError, TypeError) as error:
         raise HeadsFileError(f"{folder / WEIGHTS} is damaged ({error}); {_AGAIN}") from error
-    fitted.check(model, f"the drafter's weights in {folder}", "train a drafter for this one")
+    fitted.check(model, f"the drafter's weights in {folder}", "make a drafter for this one: specroll drafter fit")
     try:
         drafter.load_state_dict(tensors)
     except RuntimeError as error:
         raise HeadsFileError(f"{folder / WEIGHTS} does not hold a drafter of this model: {error}; {_AGAIN}") from error
 
 
-_AGAIN = "copy the folder again, or train the drafter anew"
+_AGAIN = "copy the folder again, or make the drafter anew: specroll drafter fit"
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
@@ -87,7 +94,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.is_file():
-        raise HeadsFileError(f"no drafter in {path.parent} (it has no {path.name}); train one first")
+        raise HeadsFileError(f"{path} is missing; {_AGAIN}")
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})[_ABOUT])

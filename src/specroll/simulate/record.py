@@ -2,7 +2,8 @@
 
 What a response would have become with any tree is known without running one, because its tokens are the target's own
 draws whatever is proposed. So the proposer is asked behind every token of finished responses, and verification's own
-walk over their tokens says what would have been accepted. It is told what was drawn, as in a rollout.
+walk over their tokens says what would have been accepted. It is told what was drawn and which responses have ended, as
+in a rollout.
 
 What rounds cost on this machine is `timing`'s matter.
 """
@@ -17,7 +18,19 @@ import torch
 from specroll.engine import Engine
 from specroll.simulate.trace import Response, Round
 from specroll.tree.grow import Ranked, rank
-from specroll.types import Draws, Features, Proposer, Request, SamplingParams, Trajectory, Tree, Verdict
+from specroll.types import (
+    Draws,
+    Features,
+    Follower,
+    Listener,
+    Proposer,
+    Request,
+    RunningText,
+    SamplingParams,
+    Trajectory,
+    Tree,
+    Verdict,
+)
 from specroll.verify.walk import walk
 
 _ROWS = 64  # sequences that are proposed for together: bounds the memory of the draft's logits
@@ -32,24 +45,32 @@ def record(
 ) -> list[Response]:
     """The responses to `requests`, in their order, with the best `nodes` nodes behind every token.
 
-    The engine's proposer is asked; it goes on learning from what it is told. Raises ValueError without one.
+    The engine's proposer is asked; it goes on learning from what it is told. Raises ValueError without one, and for one
+    that follows the states of running sequences, as none run.
     """
     proposer = engine.proposer
     if proposer is None:
         raise ValueError("a trace records what a proposer offers, and the engine has none: give it heads")
+    if isinstance(proposer, Follower):
+        raise ValueError(
+            f"a trace is recorded of finished responses, but {proposer.name!r} has to follow running ones: "
+            "record another, or measure this one in rollouts"
+        )
     engine.proposer = None
     try:
         trajectories = _sample(engine, requests, sampling, on_progress)
     finally:
         engine.proposer = proposer
     rounds: list[list[Round]] = [[] for _ in requests]
+    texts = [RunningText(r.prompt_ids, [], r.sample) for r in requests]
     longest = max(t.token_T.numel() for t in trajectories)
-    for emitted in range(1, longest):
-        live = [i for i, t in enumerate(trajectories) if emitted < t.token_T.numel()]
+    emitted = 0
+    while live := _go_on(texts, trajectories, proposer):
+        emitted += 1
         for start in range(0, len(live), _ROWS):
             part = live[start : start + _ROWS]
             some = [trajectories[i] for i in part]
-            features = _features([requests[i] for i in part], some, emitted, sampling, engine.target.device)
+            features = _features([texts[i] for i in part], some, sampling, engine.target.device)
             for i, found in zip(part, _ask(proposer, features, some, emitted, nodes), strict=True):
                 rounds[i].append(found)
         on_progress("proposing", emitted, longest - 1)
@@ -70,23 +91,36 @@ def _sample(
     return trajectories
 
 
+def _go_on(texts: Sequence[RunningText], trajectories: Sequence[Trajectory], proposer: Proposer) -> list[int]:
+    """Give every text that goes on its next token, and say of the others that they have ended. Returns those that live,
+    which are those with a token still to come."""
+    live = []
+    for i, (text, trajectory) in enumerate(zip(texts, trajectories, strict=True)):
+        known, count = len(text.token_ids), trajectory.token_T.numel()
+        if known == count:
+            continue
+        text.token_ids.append(int(trajectory.token_T[known]))  # type: ignore[attr-defined] - a list of ours
+        if known + 1 < count:
+            live.append(i)
+        elif isinstance(proposer, Listener):
+            proposer.ended(text)
+    return live
+
+
 def _features(
-    requests: Sequence[Request],
-    some: Sequence[Trajectory],
-    emitted: int,
-    sampling: SamplingParams,
-    device: torch.device,
+    texts: Sequence[RunningText], some: Sequence[Trajectory], sampling: SamplingParams, device: torch.device
 ) -> Features:
-    """What the proposer would have seen with `emitted` tokens of each response drawn."""
-    root = emitted - 1
-    texts = [torch.cat((torch.tensor(r.prompt_ids), t.token_T[:emitted])) for r, t in zip(requests, some, strict=True)]
+    """What the proposer would have seen with so much of each response drawn."""
+    root_S = torch.tensor([text.token_ids[-1] for text in texts], device=device)
+    past = [torch.tensor([*text.prompt_ids, *text.token_ids]) for text in texts]
     return Features(
-        hidden_SH=torch.stack([t.hidden_TH[root] for t in some]).to(device),
-        root_S=torch.stack([t.token_T[root] for t in some]).to(device),
-        sample_S=torch.tensor([r.sample for r in requests], device=device),
-        position_S=torch.tensor([len(r.prompt_ids) + root for r in requests], device=device),
+        hidden_SH=torch.stack([t.hidden_TH[len(x.token_ids) - 1] for x, t in zip(texts, some, strict=True)]).to(device),
+        root_S=root_S,
+        sample_S=torch.tensor([text.sample for text in texts], device=device),
+        position_S=torch.tensor([len(x) - 1 for x in past], device=device),
         sampling=sampling,
-        past_SL=torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(device),
+        past_SL=torch.nn.utils.rnn.pad_sequence(past, batch_first=True).to(device),
+        texts=texts,
     )
 
 

@@ -18,6 +18,7 @@ from specroll.config import (
     check_method,
 )
 from specroll.engine import Engine
+from specroll.rivals.settings import FastGRPOConfig
 from specroll.slow.path import SlowPath
 from specroll.train.hf_rollout import HFRollout
 from specroll.train.proposers import Heads
@@ -62,6 +63,9 @@ class RolloutSettings:
     engine_config: EngineConfig = EngineConfig()
     budget: BudgetConfig = BudgetConfig()
     slow: SlowConfig = SlowConfig()
+    drafter: str | Path | None = None
+    """Folder of a drafter that the rival begins with [an untrained one]."""
+    rival: FastGRPOConfig = FastGRPOConfig()
 
     @classmethod
     def of(cls, config: TrainConfig) -> RolloutSettings:
@@ -70,6 +74,7 @@ class RolloutSettings:
             proposers=config.proposers or PROPOSERS,
             budget=BudgetConfig(max_nodes=config.max_nodes, rule=config.budget, reflex=config.reflex),
             slow=SlowConfig(slow=config.slow, slow_share=config.slow_share),
+            drafter=config.drafter,
         )
 
 
@@ -83,7 +88,7 @@ def described(config: TrainConfig) -> str:
 
 def _fastgrpo(settings: RolloutSettings) -> Sampler:
     rollout = SpecRollout(None, engine_config=settings.engine_config)
-    rollout.proposers = Rival()
+    rollout.proposers = Rival(settings.drafter, settings.rival)
     return rollout
 
 

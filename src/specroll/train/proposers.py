@@ -25,6 +25,8 @@ Heads = str | Path | FutureHeads | None
 SAVED_HEADS = "specroll-heads"
 SAVED_PROPOSERS = "specroll-proposers"
 """Folders inside a checkpoint."""
+SAVED_BLEND = "blend"
+"""Folder among those of the proposers; none is named so."""
 
 
 class InRun(Protocol):
@@ -86,13 +88,13 @@ class Proposers:
         self.heads = self.learner = None
         causal = engine.target.causal
         self._others = {name: make(causal, tokenizer) for name, make in self._makers.items()}
-        for name, proposer in self._others.items():
+        self._start_heads(engine, checkpoint)
+        self._install(engine)
+        for name, proposer in self._remembering(engine):
             kept = None if checkpoint is None else checkpoint / SAVED_PROPOSERS / _folder(name)
             load = getattr(proposer, "load", None)
             if kept is not None and kept.is_dir() and load is not None:
                 load(kept)
-        self._start_heads(engine, checkpoint)
-        self._install(engine)
 
     def policy_moved(self, engine: Engine) -> None:
         """Heads take over what they share with the policy, if that can have changed."""
@@ -127,7 +129,7 @@ class Proposers:
         if self.learner is not None:
             save_heads(self.learner.heads, folder / SAVED_HEADS, engine.target.causal)
             self.learner.save(folder / SAVED_HEADS)
-        for name, proposer in self._others.items():
+        for name, proposer in self._remembering(engine):
             save = getattr(proposer, "save", None)
             if save is not None:
                 kept = folder / SAVED_PROPOSERS / _folder(name)
@@ -136,7 +138,13 @@ class Proposers:
 
     def _install(self, engine: Engine) -> None:
         present = {"heads": self.heads, **self._others}
-        engine.proposer = catalog.together([p for name in self.names if (p := present[name]) is not None])
+        found = [p for name in self.names if (p := present[name]) is not None]
+        engine.proposer = catalog.together(found, engine.target.vocab_size)
+
+    def _remembering(self, engine: Engine) -> list[tuple[str, Proposer]]:
+        """Who may have something to keep besides heads, by folder: each by itself, and all of them as one."""
+        as_one = [] if engine.proposer is None or engine.proposer in self._others.values() else [engine.proposer]
+        return [*self._others.items(), *((SAVED_BLEND, proposer) for proposer in as_one)]
 
     def _start_heads(self, engine: Engine, checkpoint: Path | None) -> None:
         source, causal = self.heads_source, engine.target.causal

@@ -8,6 +8,8 @@ from typing import Any
 
 from specroll.engine import Engine, Rollout
 from specroll.rivals.fastgrpo import FastGRPO
+from specroll.rivals.settings import FastGRPOConfig
+from specroll.rivals.store import find_drafter
 from specroll.train.proposers import head_moves
 from specroll.types import Trajectory
 
@@ -16,11 +18,15 @@ SAVED_DRAFTER = "specroll-drafter"
 
 
 class Rival:
-    """Begins with an untrained drafter, which every rollout that trains teaches."""
+    """Begins with a drafter from a folder, or an untrained one; every rollout that trains teaches it."""
 
     learner = None
 
-    def __init__(self) -> None:
+    def __init__(self, drafter: str | Path | None = None, config: FastGRPOConfig = FastGRPOConfig()) -> None:
+        """Raises `HeadsFileError` where there is no drafter in that folder."""
+        if drafter is not None:
+            find_drafter(Path(drafter))
+        self.drafter, self.config = drafter, config
         self.method: FastGRPO | None = None
 
     @property
@@ -28,9 +34,11 @@ class Rival:
         return 0.0 if self.method is None else self.method.learner.seconds
 
     def start(self, engine: Engine, tokenizer: Any, checkpoint: Path | None) -> None:
-        self.method = FastGRPO.for_model(engine.target.causal)
         kept = None if checkpoint is None else checkpoint / SAVED_DRAFTER
-        if kept is not None and kept.is_dir():
+        saved = kept is not None and kept.is_dir()
+        self.method = FastGRPO.for_model(engine.target.causal, None if saved else self.drafter, self.config)
+        if saved:
+            assert kept is not None
             self.method.learner.load(kept)
         engine.proposer, engine.rule = self.method.proposer, self.method.rule
 

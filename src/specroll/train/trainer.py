@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from specroll.config import METHOD, PROPOSERS, BudgetConfig, EngineConfig, MethodName, SlowConfig
+from specroll.rivals.settings import FastGRPOConfig
 from specroll.train.callback import InCheckpoints
 from specroll.train.methods import RolloutSettings, sampler
 from specroll.train.proposers import Heads
@@ -25,7 +27,7 @@ from specroll.train.rollout import Mode
 
 
 class SpecRollGRPOTrainer(GRPOTrainer):
-    """`trl.GRPOTrainer` whose responses come from specroll's engine; all of its arguments, and six more.
+    """`trl.GRPOTrainer` whose responses come from specroll's engine; all of its arguments, and eight more.
 
     Args:
         method: what samples. "specroll" (default) speculates; "plain" is the same engine without proposals; "hf" is
@@ -38,6 +40,8 @@ class SpecRollGRPOTrainer(GRPOTrainer):
         engine_config: how many responses run at once.
         budget: how many nodes a round may verify, and whether Reflex corrects what is proposed.
         slow: whether heads that got worse for good are taught again, and how much time that may take.
+        drafter: the folder of one that "fastgrpo" begins with (`specroll drafter fit`); by default it is untrained.
+        rival: what "fastgrpo" is run with.
 
     Beside those of the method (see `SpecRollout`), the logs gain `specroll/generation_share` (of `step_time`), and
     `specroll/logp_gap_mean` and `specroll/logp_gap_max`: |log p(rollout) - log p(trainer)| over completion tokens,
@@ -53,12 +57,20 @@ class SpecRollGRPOTrainer(GRPOTrainer):
         engine_config: EngineConfig = EngineConfig(),
         budget: BudgetConfig = BudgetConfig(),
         slow: SlowConfig = SlowConfig(),
+        drafter: str | Path | None = None,
+        rival: FastGRPOConfig = FastGRPOConfig(),
         **kwargs: Any,
     ) -> None:
         if kwargs.pop("rollout_func", None) is not None:
             raise ValueError("this trainer brings its own rollout_func; pass yours to trl.GRPOTrainer instead")
         settings = RolloutSettings(
-            heads=heads, proposers=proposers, engine_config=engine_config, budget=budget, slow=slow
+            heads=heads,
+            proposers=proposers,
+            engine_config=engine_config,
+            budget=budget,
+            slow=slow,
+            drafter=drafter,
+            rival=rival,
         )
         self.rollout = sampler(settings, method)
         self._sampled: tuple[Tensor, Tensor] | None = None

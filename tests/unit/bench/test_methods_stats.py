@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specroll.bench.methods_stats import cells_of, summaries
+from specroll.bench.adapt_stats import Steps
+from specroll.bench.methods_stats import OVER, cells_of, summaries
 
 SPEED = {"plain": 1.0, "suffix": 1.1, "heads": 1.25, "specroll": 2.0, "fastgrpo": 1.6}
 
 
-def setting(batch: str = "1x4", data: str = "gsm8k") -> dict[str, Any]:
-    return {"model": "m", "data": data, "top_p": 0.95, "batch": batch}
+def setting(batch: str = "1x4", data: str = "gsm8k", top_p: float = 0.95, model: str = "m") -> dict[str, Any]:
+    return {"model": model, "data": data, "top_p": top_p, "batch": batch}
 
 
 def steps(
@@ -95,3 +96,31 @@ def test_what_was_not_measured_is_left_out() -> None:
     found = summaries(cells_of(setting(), 0, steps([1.0, 2.0], few)).values())
     assert set(found) == {"heads_over_plain_generation"}
     assert summaries([]) == {}
+
+
+def test_every_ratio_is_of_the_methods_in_its_name() -> None:
+    found = summaries(cells_of(setting(), 0, steps([1.0, 2.0, 1.5, 1.0], epochs=1)).values())
+    for name, (system, base, of) in OVER.items():
+        assert name.startswith(f"{system}_over_{base}_")
+        if of is Steps.over_R:
+            assert found[name]["mean"] == pytest.approx(SPEED[system] / SPEED[base])
+
+
+def test_each_part_of_a_setting_tells_settings_apart() -> None:
+    others = [setting(), setting("8x8"), setting(data="math35"), setting(top_p=1.0), setting(model="other")]
+    cells = [cell for own in others for cell in cells_of(own, 0, steps([1.0, 2.0])).values()]
+    found = summaries(cells)["heads_over_plain_generation"]["settings"]
+    assert list(found) == [
+        "m gsm8k 0.95 1x4", "m gsm8k 0.95 8x8", "m math35 0.95 1x4", "m gsm8k 1.0 1x4", "other gsm8k 0.95 1x4",
+    ]  # fmt: skip
+
+
+def test_settings_are_resampled_apart() -> None:
+    """Equal settings whose steps differ much: their mean is surer than each of them."""
+    unsteady = steps([1.0] * 12)
+    for i, step in enumerate(unsteady):
+        step["systems"]["plain"]["seconds"] *= 1 + i % 3
+    cells = [c for data in ("a", "b", "c", "d") for c in cells_of(setting(data=data), 0, unsteady).values()]
+    over = summaries(cells)["heads_over_plain_generation"]
+    widths = [one["high"] - one["low"] for one in over["settings"].values()]
+    assert over["high"] - over["low"] < 0.7 * min(widths)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specroll.budget.calibrate import HitCalibrator
-from specroll.propose.blend import Blend
+from specroll.guard import MOST_FAULTS, Guard
+from specroll.propose.blend import Blend, Blended
+from specroll.propose.suffix import SuffixProposer
 from specroll.tree import grow, spell_out
 from specroll.types import (
     Branches,
@@ -54,6 +58,13 @@ class Listening(Told):
 
     def ended(self, text: RunningText) -> None:
         self.ends.append(text)
+
+
+VOCABULARY = 100
+
+
+def blend_of(members: Sequence[Any], nodes: int = 16) -> Blend:
+    return Blend(members, vocab_size=VOCABULARY, nodes=nodes)
 
 
 def features(sequences: int) -> Features:
@@ -117,7 +128,7 @@ def sequences_of(draft: Draft | Branches) -> int:
 def test_nodes_of_one_path_become_one(own: list[Draft | Branches], nodes: int) -> None:
     sequences = sequences_of(own[0])
     seen = features(sequences)
-    blended = Blend([Told(draft) for draft in own], nodes=nodes).propose(seen)
+    blended = blend_of([Told(draft) for draft in own], nodes=nodes).propose(seen)
     for sequence in range(sequences):
         expected: dict[Path, float] = {}
         for draft in own:
@@ -132,7 +143,7 @@ def test_nodes_of_one_path_become_one(own: list[Draft | Branches], nodes: int) -
 def test_each_member_hears_of_the_tree_in_its_own_terms(own: list[Draft | Branches], nodes: int, planted: int) -> None:
     """A node is called what the member's own tree would call it; one that the member did not propose is called -1."""
     members = [Told(draft) for draft in own]
-    blend = Blend(members, nodes=nodes)
+    blend = blend_of(members, nodes=nodes)
     seen = features(sequences_of(own[0]))
     blended = blend.propose(seen)
     tree = grow(blended, seen.root_S, planted)
@@ -156,7 +167,7 @@ def test_each_member_hears_of_the_tree_in_its_own_terms(own: list[Draft | Branch
 def test_a_blend_may_be_a_member() -> None:
     one, other = (branches([[(-1, 0.5), (0, 0.5)]], tokens=t) for t in (3, 5))
     inner, outer = Told(one), Told(other)
-    blend = Blend([Blend([inner]), outer])
+    blend = blend_of([blend_of([inner]), outer])
     proposal = blend.propose(features(1))
     tree = grow(proposal, torch.tensor([99]), 4)
     unknown_N = torch.zeros(5)
@@ -171,7 +182,7 @@ def test_it_learns_what_its_members_are_worth_together() -> None:
     """Both say that 3 is drawn in half of the cases, one says the same of 4 besides. In truth 3 is drawn nine times of
     ten where both say so, and 4 never beside it: then the one is worth more than either said, and the other less."""
     both, more = branches([[(-1, 0.5)]], tokens=3), branches([[(-1, 0.5), (-1, 0.5)]], tokens=3)
-    blend = Blend([Told(both), Told(more)])
+    blend = blend_of([Told(both), Told(more)])
     seen = features(1)
     for round_ in range(400):
         proposal = blend.propose(seen)
@@ -197,7 +208,7 @@ def test_what_only_others_proposed_does_not_confuse_the_calibration_of_heads() -
 
     def blended(calibrator: HitCalibrator, draft: Draft) -> None:
         heads = Told(draft)
-        blend = Blend([heads, Told(missed)])
+        blend = blend_of([heads, Told(missed)])
         proposal = blend.propose(features(1))
         tree = grow(proposal, torch.tensor([99]), 16)
         drawn_N = torch.tensor([6 if depth == 0 else 5 for depth in tree.depth_N.tolist()])
@@ -221,9 +232,9 @@ def test_what_only_others_proposed_does_not_confuse_the_calibration_of_heads() -
 def test_it_is_called_and_counted_as_its_members_are() -> None:
     draft = lattice(torch.full((1, 1, 1), 0.5))
     listener = Listening(draft, name="suffix", version=3, horizons=8, fitted=True)
-    blend = Blend([Told(draft, name="heads"), listener])
+    blend = blend_of([Told(draft, name="heads"), listener])
     assert (blend.name, blend.version, blend.horizons, blend.fitted) == ("heads+suffix", 4, 8, True)
-    assert not Blend([Told(draft)]).fitted
+    assert not blend_of([Told(draft)]).fitted
     text = RunningText((1,), [2], 0)
     blend.ended(text)
     assert listener.ends == [text]
@@ -232,4 +243,120 @@ def test_it_is_called_and_counted_as_its_members_are() -> None:
 @pytest.mark.parametrize(("members", "nodes"), [([], 4), ([Told(lattice(torch.full((1, 1, 1), 0.5)))], 0)])
 def test_a_blend_of_nothing_is_refused(members: list[Told], nodes: int) -> None:
     with pytest.raises(ValueError, match="at least one proposer"):
-        Blend(members, nodes=nodes)
+        blend_of(members, nodes=nodes)
+
+
+def taught(blend: Blend, drawn: int = 3, rounds: int = 40) -> Branches:
+    """What it proposes after so many rounds in which `drawn` was drawn."""
+    seen = features(1)
+    for _ in range(rounds):
+        proposal = blend.propose(seen)
+        tree = grow(proposal, seen.root_S, 0)
+        unknown_N = torch.zeros(1)
+        blend.observe(proposal, tree, walk(tree, Draws(torch.tensor([drawn]), unknown_N, unknown_N, unknown_N)))
+    return blend.propose(seen)
+
+
+def two(names: tuple[str, str] = ("heads", "suffix")) -> Blend:
+    drafts = branches([[(-1, 0.5)]], tokens=3), branches([[(-1, 0.5), (-1, 0.3)]], tokens=3)
+    return blend_of([Told(draft, name=name) for draft, name in zip(drafts, names, strict=True)])
+
+
+def test_what_it_has_learned_is_kept(tmp_path: FilePath) -> None:
+    blend = two()
+    learned = taught(blend)
+    blend.save(tmp_path / "blend")
+    again = two()
+    again.load(tmp_path / "blend")
+    assert hits_of(again.propose(features(1)), 0) == hits_of(learned, 0)
+    assert hits_of(learned, 0) != pytest.approx(hits_of(two().propose(features(1)), 0), abs=0.05)
+
+
+def test_what_others_have_learned_is_left_where_it_is(tmp_path: FilePath) -> None:
+    taught(blend := two())
+    blend.save(tmp_path)
+    other = two(("suffix", "heads"))
+    other.load(tmp_path)
+    assert hits_of(other.propose(features(1)), 0) == hits_of(two().propose(features(1)), 0)
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "not finite", "of another kind"])
+def test_a_damaged_file_is_refused(tmp_path: FilePath, how: str) -> None:
+    taught(blend := two())
+    blend.save(tmp_path)
+    path = tmp_path / "blend.safetensors"
+    if how == "gone":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-3])
+    elif how == "not finite":
+        blend.hits.drawn_I[0] = torch.nan
+        blend.save(tmp_path)
+    else:
+        SuffixProposer().save(tmp_path)
+        (tmp_path / "suffixes.safetensors").rename(path)
+    with pytest.raises(ValueError, match=r"blend.*(not there|start without|usable)"):
+        two().load(tmp_path)
+
+
+SPOILT: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "an unknown token": (lambda d: replace(d, token_SM=d.token_SM + VOCABULARY), "outside the model's vocabulary"),
+    "siblings alike": (lambda d: replace(d, token_SM=torch.full_like(d.token_SM, 5)), "the same token twice"),
+    "no number": (lambda d: replace(d, hit_SM=torch.full_like(d.hit_SM, torch.nan)), "hit probability that is not"),
+    "another shape": (lambda d: replace(d, hit_SM=d.hit_SM[:, :1]), "of shape"),
+    "no draft": (lambda d: None, "NoneType"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_a_faulty_member_is_left_out_by_name_and_the_others_go_on(
+    kind: str, proposer_faults: list[logging.LogRecord]
+) -> None:
+    """The first of the two is faulty in some rounds, and then asked no more."""
+    spoil, cause = SPOILT[kind]
+    good, bad = branches([[(-1, 0.5), (0, 0.4)]], tokens=3), branches([[(-1, 0.5), (-1, 0.5)]], tokens=3)
+    faulty, other = Told(bad, name="faulty"), Told(good, name="other")
+    blend = blend_of([faulty, other])
+    guard, seen = Guard(blend, VOCABULARY), features(1)
+    for round_ in range(8):
+        faulty.draft = bad if round_ in (0, 2) else spoil(bad)
+        heard = len(faulty.heard)
+        draft = guard.propose(seen)
+        assert isinstance(draft, Blended)
+        assert guard.accepts(draft, bool(guard.sound(draft)))
+        whole = round_ in (0, 2)
+        assert set(hits_of(draft, 0)) == ({(3,), (3, 3), (4,)} if whole else {(3,), (3, 3)})
+        tree = grow(draft, seen.root_S, 8)
+        unknown_N = torch.zeros(tree.token_N.numel())
+        guard.observe(draft, tree, walk(tree, Draws(torch.full_like(tree.token_N, 6), *[unknown_N] * 3)))
+        assert len(faulty.heard) == heard + whole and len(other.heard) == round_ + 1
+    assert [of.faults for of in blend.guards] == [MOST_FAULTS, 0] and guard.faults == MOST_FAULTS
+    assert blend.guards[0].disabled and not guard.disabled
+    told = [record.getMessage() for record in proposer_faults]
+    assert len(told) == 2 and all("'faulty'" in line and cause in line for line in told)
+
+
+def test_members_that_are_all_disabled_are_a_blend_that_is(proposer_faults: list[logging.LogRecord]) -> None:
+    members = [Told(None, name=name) for name in "ab"]  # type: ignore[arg-type]
+    guard = Guard(blend_of(members), VOCABULARY)
+    for round_ in range(MOST_FAULTS):
+        assert not guard.disabled
+        draft = guard.propose(features(2))
+        assert draft is not None and hits_of(draft, 0) == {}, round_  # type: ignore[arg-type]
+    assert guard.disabled and guard.propose(features(2)) is None
+    assert len(proposer_faults) == 4
+
+
+def test_a_listener_that_fails_is_not_told_again(proposer_faults: list[logging.LogRecord]) -> None:
+    class Deaf(Listening):
+        def ended(self, text: RunningText) -> None:
+            super().ended(text)
+            raise RuntimeError("what?")
+
+    draft = branches([[(-1, 0.5)]], tokens=3)
+    members = [Deaf(draft, name="deaf"), Listening(draft, name="listener")]
+    blend = blend_of(members)
+    for _ in range(3):
+        blend.ended(RunningText((1,), [2], 0))
+    assert [len(member.ends) for member in members] == [1, 3]
+    assert blend.guards[0].disabled and not blend.disabled

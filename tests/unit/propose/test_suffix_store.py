@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from specroll.propose import suffix_store
+from specroll.propose import kept
 from specroll.propose.suffix import FILE, SuffixProposer
 from specroll.propose.suffix_store import MOST_OF_ONE, ResponseStore
 from specroll.types import RunningText
@@ -111,9 +111,9 @@ def damage(path: Path, how: str) -> None:
     elif how == "another file":
         save_file({"weight": torch.zeros(3)}, path)
     elif how == "another format":
-        save_file({"weight": torch.zeros(3)}, path, {"suffixes": json.dumps({"format": 99})})
+        save_file({"weight": torch.zeros(3)}, path, {"suffix": json.dumps({"format": 99})})
     else:
-        tensors = suffix_store.read(path)
+        tensors = kept.read(path, "suffix")[0]
         changes = {
             "no tokens": lambda t: t.pop("token_T"),
             "no hits": lambda t: t.pop("drawn_I"),
@@ -124,17 +124,17 @@ def damage(path: Path, how: str) -> None:
             "other prompts": lambda t: t.update(prompt_RB=t["prompt_RB"][:, :-1]),
         }
         changes[how](tensors)
-        suffix_store.write(path, tensors)
+        kept.write(path, "suffix", tensors)
 
 
 @pytest.mark.parametrize(
     ("how", "words"),
     [
         ("missing", "not there"),
-        ("cut", "no usable suffixes"),
-        ("empty", "no usable suffixes"),
-        ("a folder", "no usable suffixes"),
-        ("another file", "no usable suffixes"),
+        ("cut", "no usable suffix"),
+        ("empty", "no usable suffix"),
+        ("a folder", "no usable suffix"),
+        ("another file", "no usable suffix"),
         ("another format", "format"),
         ("no tokens", "responses are tensors"),
         ("no hits", "no usable drawn_I"),

@@ -18,6 +18,7 @@ from specroll.rivals import context
 from specroll.rivals.context import Context
 from specroll.rivals.proposer import FastGRPOProposer
 from specroll.rivals.rule import FastGRPORule
+from specroll.rivals.settings import FastGRPOConfig
 from specroll.types import Branches, Draft, Features
 from tiny import VOCAB_SIZE
 
@@ -57,7 +58,7 @@ def run(architecture: str, slots: int, monkeypatch: pytest.MonkeyPatch, *, plain
     oracle = Replay(
         known, {r.sample: len(r.prompt_ids) for r in requests()}, vocab_size=VOCAB_SIZE, wrong_after={100: 3, 102: 6}
     )
-    rule = FastGRPORule(60)
+    rule = FastGRPORule(FastGRPOConfig(capacity=60))
     proposer = Checked(drafter_of(architecture, taught=True), model, rule).of(known, oracle)
     chance = random.Random(slots)
     nodes = FastGRPORule.nodes
@@ -143,7 +144,7 @@ def test_a_pass_that_fails_leaves_no_hole(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_passages_are_whole_responses_with_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     model, expected = plain("llama")
-    rule = FastGRPORule(60)
+    rule = FastGRPORule(FastGRPOConfig(capacity=60))
     proposer = FastGRPOProposer(drafter_of("llama", taught=False), model, rule)
     engine = Engine(model, proposer=proposer, rule=rule, eos_ids=[], config=EngineConfig(max_running=3))
     engine.generate(requests(), SAMPLING)
@@ -164,7 +165,7 @@ def test_passages_are_whole_responses_with_their_prompts(monkeypatch: pytest.Mon
 
 def test_a_new_rollout_forgets_the_last_one() -> None:
     model, _ = plain("llama")
-    rule = FastGRPORule(60)
+    rule = FastGRPORule(FastGRPOConfig(capacity=60))
     proposer = FastGRPOProposer(drafter_of("llama", taught=False), model, rule)
     proposer.context.keeps = True
     engine = Engine(model, proposer=proposer, rule=rule, eos_ids=[])

@@ -17,6 +17,7 @@ from specroll.rivals.draft import draft
 from specroll.rivals.eagle import Drafter
 from specroll.rivals.proposer import FastGRPOProposer
 from specroll.rivals.rule import FastGRPORule, Shape
+from specroll.rivals.settings import FastGRPOConfig
 from specroll.types import Branches, Features, SamplingParams
 from tiny import VOCAB_SIZE
 
@@ -82,7 +83,15 @@ def paths(branches: Branches, s: int) -> dict[tuple[int, ...], float]:
     return hits
 
 
-SHAPES = [Shape(20, 4, 4), Shape(5, 3, 5), Shape(1, 3, 1), Shape(7, 5, 2), Shape(1000, 3, 3)]
+SHAPES = [
+    Shape(20, 4, 4),
+    Shape(5, 3, 5),
+    Shape(1, 3, 1),
+    Shape(2, 3, 2),
+    Shape(4, 5, 4),
+    Shape(7, 5, 2),
+    Shape(1000, 3, 3),
+]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -99,23 +108,24 @@ def test_the_tree_is_that_of_a_plain_search(shape: Shape, architecture: str) -> 
         assert branches.token_SM.shape[1] == 3 + 9 + 9  # all that was drafted
 
 
-@pytest.mark.parametrize("bug", ["stale mask", "own state lost", "wrong position", "depth forgotten"])
+@pytest.mark.parametrize("bug", ["stale mask", "own state lost", "wrong position", "depth forgotten", "second best"])
 def test_planted_bugs_are_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    level = draft_room._Level
-    follow, run = level.follow, level.run
+    level, likeliest = draft_room._Level, draft_room._likeliest
+    run = level.run
 
-    def broken_follow(self, from_SB: Tensor) -> None:  # type: ignore[no-untyped-def]
-        follow(self, torch.zeros_like(from_SB) if bug == "stale mask" else from_SB)
-        if bug == "depth forgotten":
-            self._depth = 0
-
-    def broken_run(self, state_SBH: Tensor, token_SB: Tensor, run_: object) -> Tensor:  # type: ignore[no-untyped-def]
+    def broken(self, state_SWH: Tensor, token_SW: Tensor, from_SW: Tensor, run_: object) -> Tensor:  # type: ignore[no-untyped-def]
         if bug == "wrong position":
             self._length_S = self._length_S - 1
-        return run(self, state_SBH.flip(1) if bug == "own state lost" else state_SBH, token_SB, run_)
+        if bug == "depth forgotten":
+            self._depth = 0
+        state_SWH = state_SWH.flip(1) if bug == "own state lost" else state_SWH
+        return run(self, state_SWH, token_SW, torch.zeros_like(from_SW) if bug == "stale mask" else from_SW, run_)
 
-    monkeypatch.setattr(level, "follow", broken_follow)
-    monkeypatch.setattr(level, "run", broken_run)
+    monkeypatch.setattr(level, "run", broken)
+    if bug == "second best":
+        monkeypatch.setattr(draft_room, "_likeliest", lambda logits, count: tuple(
+            x[..., 1:] for x in likeliest(logits, count + 1)
+        ))  # fmt: skip
     with pytest.raises(AssertionError):
         test_the_tree_is_that_of_a_plain_search(SHAPES[0], "llama")
 
@@ -123,7 +133,7 @@ def test_planted_bugs_are_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_drafting_again_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was drafted lies behind the context, and is written over."""
     model = plain("llama")[0]
-    proposer = FastGRPOProposer(drafter_of("llama", taught=True), model, FastGRPORule(60))
+    proposer = FastGRPOProposer(drafter_of("llama", taught=True), model, FastGRPORule(FastGRPOConfig(capacity=60)))
     proposer.begin(1, 40)
     text = TEXTS[1]
     hidden_TH = seen_by(model, [*text, 5])
@@ -132,7 +142,7 @@ def test_drafting_again_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer.propose(features)
     proposer.keep(hidden_TH[len(text) - 1 :], torch.tensor([5, 9]), [2])
     after = proposer.propose(features)
-    fresh = FastGRPOProposer(drafter_of("llama", taught=True), model, FastGRPORule(60))
+    fresh = FastGRPOProposer(drafter_of("llama", taught=True), model, FastGRPORule(FastGRPOConfig(capacity=60)))
     fresh.begin(1, 40)
     whole = [*text, 5]
     fresh.admit(fresh.read(whole, hidden_TH), 9)
@@ -143,7 +153,7 @@ def test_drafting_again_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_laws_that_are_not_finite_give_a_tree_all_the_same() -> None:
     model = plain("llama")[0]
-    proposer = FastGRPOProposer(drafter_of("llama", taught=False), model, FastGRPORule(60))
+    proposer = FastGRPOProposer(drafter_of("llama", taught=False), model, FastGRPORule(FastGRPOConfig(capacity=60)))
     proposer.begin(1, 40)
     proposer.admit(proposer.read([3, 4], torch.full((2, 32), torch.nan)), 5)
     features = Features(torch.zeros(1, 32), *(torch.tensor([2]) for _ in range(3)), SamplingParams())
@@ -163,9 +173,35 @@ def test_room_behind_a_context_is_as_large_as_the_deepest_draft_needs(monkeypatc
         init(self, shape, slots, length, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SlotCache, "__init__", noted)
-    proposer = FastGRPOProposer(drafter_of("llama", taught=False), model, FastGRPORule(160))
+    proposer = FastGRPOProposer(drafter_of("llama", taught=False), model, FastGRPORule())
     proposer.begin(1, 3)
     assert made == [3 + 8 * 4]
     proposer.admit(proposer.read([3, 4, 5], seen_by(model, [3, 4, 5])), 7)  # three pairs: the slot is full
     features = Features(torch.zeros(1, 32), *(torch.tensor([3]) for _ in range(3)), SamplingParams())
     assert proposer.propose(features).token_SM.shape == (1, 159)
+
+
+def test_what_cannot_be_kept_is_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five nodes at most four go on at the first depth, three at the second, and one node needs no pass."""
+    widths: list[int] = []
+    run = draft_room._Level.run
+
+    def noted(self, state_SWH: Tensor, token_SW: Tensor, *more: object) -> Tensor:  # type: ignore[no-untyped-def]
+        widths.append(token_SW.shape[1])
+        return run(self, state_SWH, token_SW, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(draft_room._Level, "run", noted)
+    for shape, expected in ((Shape(5, 5, 5), [4, 3, 2, 1]), (Shape(1, 3, 1), []), (Shape(30, 3, 2), [2, 2])):
+        widths.clear()
+        drafted(shape)
+        assert widths == expected
+
+
+@pytest.mark.parametrize("size", [1024, 1000, 61, 128])
+def test_the_largest_are_found_by_chunks_as_by_looking_at_all(size: int) -> None:
+    logits = torch.randn(3, 5, size, generator=torch.Generator().manual_seed(size))
+    for count in (1, 8):
+        assert torch.equal(draft_room._best(logits, count), logits.topk(count, dim=-1).indices)
+    probability, token = draft_room._likeliest(logits, 4)
+    torch.testing.assert_close(probability, logits.double().softmax(-1).topk(4).values, rtol=1e-5, atol=0)
+    assert torch.equal(token, logits.topk(4).indices)

@@ -66,8 +66,15 @@ class TestInARun:
         assert not rival.learner.learn(1.0) and rival.learner.measures == {}
 
     def test_the_drafter_proposes_by_what_it_has_learned(self) -> None:
-        _, _, rival = self.trained(3)
-        assert rival.proposer._network is rival.drafter
+        _, _, rival = self.trained(2)
+        before = rival.proposer._network
+        rival.proposer.begin(1, 4)
+        assert rival.proposer._network is not before, "it was taught after the latest rollout"
+        for name, weight in rival.proposer._network.state_dict().items():
+            assert torch.equal(weight, rival.drafter.state_dict()[name])
+        after = rival.proposer._network
+        rival.proposer.begin(1, 4)
+        assert rival.proposer._network is after
 
     def test_states_that_are_not_finite_teach_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = plain("llama")[0]

@@ -32,14 +32,14 @@ from specroll.rivals.settings import FastGRPOConfig
     ],
 )
 def test_shapes_by_hand(running: int, shape: Shape) -> None:
-    rule = FastGRPORule(160)
+    rule = FastGRPORule()
     assert rule.shape(running) == shape
     assert (rule.nodes(running), rule.each) == (running * shape.nodes, shape.nodes)
 
 
 def test_rows_never_exceed_the_capacity_or_160_each() -> None:
     for capacity in (1, 2, 3, 23, 160, 512, 5000):
-        rule = FastGRPORule(capacity)
+        rule = FastGRPORule(FastGRPOConfig(capacity=capacity))
         assert rule.most == min(max(capacity - 1, 0), 159)
         for running in range(1, 600):
             rows = running + rule.nodes(running)
@@ -49,13 +49,13 @@ def test_rows_never_exceed_the_capacity_or_160_each() -> None:
 
 
 def test_depth_grows_with_rows_between_3_and_5() -> None:
-    depths = [FastGRPORule(rows).shape(1).depth for rows in range(2, 161)]
+    depths = [FastGRPORule(FastGRPOConfig(capacity=rows)).shape(1).depth for rows in range(2, 161)]
     assert depths == sorted(depths) and set(depths) == {3, 4, 5}
     assert all(depth == math.floor(math.log2(rows / 0.75)) for rows, depth in enumerate(depths, 2) if 3 < depth < 5)
 
 
 def test_it_learns_nothing_and_cuts_nothing() -> None:
-    rule = FastGRPORule(64)
+    rule = FastGRPORule(FastGRPOConfig(capacity=64))
     for _ in range(50):
         assert rule.nodes(4, context=4000) == 60
         assert rule.cut(4, [1e-9] * 60) == 60
@@ -67,7 +67,7 @@ def test_it_learns_nothing_and_cuts_nothing() -> None:
 @pytest.mark.parametrize("capacity", [0, -3, 2.5, True])
 def test_a_capacity_that_is_none_is_refused(capacity: object) -> None:
     with pytest.raises(ValueError, match="capacity"):
-        FastGRPORule(capacity)  # type: ignore[arg-type]
+        FastGRPORule(FastGRPOConfig(capacity=capacity))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine
 from specroll.propose.heads import FutureHeads
 from specroll.propose.proposer import HeadsProposer
+from specroll.propose.suffix import SuffixBranches, SuffixProposer
+from specroll.rivals.fastgrpo import FastGRPO
 from specroll.simulate import MeasuredSurface, replay
 from specroll.simulate.record import record
-from specroll.types import Request, SamplingParams
+from specroll.types import Features, Request, RunningText, SamplingParams
 from tiny import VOCAB_SIZE, tiny
 
 SAMPLING = SamplingParams(seed=3)
@@ -87,3 +89,50 @@ def test_heads_learn_from_what_was_drawn() -> None:
 def test_an_engine_without_a_proposer_is_refused() -> None:
     with pytest.raises(ValueError, match="give it heads"):
         record(engine_of(), REQUESTS, SAMPLING, 4, quiet)
+
+
+class Reading(SuffixProposer):
+    """Checks that what it reads of texts is what a plain rollout shows, round by round."""
+
+    def __init__(self, expected: list[list[int]]) -> None:
+        super().__init__()
+        self.expected = expected
+        self.ends: list[tuple[int, list[int]]] = []
+        self.lists: dict[int, Any] = {}
+        self.rounds = 0
+
+    def propose(self, features: Features) -> SuffixBranches:
+        assert features.texts is not None and features.past_SL is not None
+        self.rounds += 1
+        assert [t.sample for t in features.texts] == [
+            r.sample for r, tokens in zip(REQUESTS, self.expected, strict=True) if len(tokens) > self.rounds
+        ]
+        for s, text in enumerate(features.texts):
+            at = [r.sample for r in REQUESTS].index(text.sample)
+            assert text.token_ids == self.expected[at][: self.rounds] and text.prompt_ids == REQUESTS[at].prompt_ids
+            assert self.lists.setdefault(text.sample, text.token_ids) is text.token_ids
+            known = [*text.prompt_ids, *text.token_ids]
+            assert features.past_SL[s, : len(known)].tolist() == known
+            assert (int(features.root_S[s]), int(features.position_S[s])) == (known[-1], len(known) - 1)
+        return super().propose(features)
+
+    def ended(self, text: RunningText) -> None:
+        self.ends.append((text.sample, list(text.token_ids)))
+        super().ended(text)
+
+
+def test_a_proposer_reads_texts_and_hears_of_ends_as_in_a_rollout() -> None:
+    expected = [c.token_ids for c in engine_of().generate(REQUESTS, SAMPLING).completions]
+    proposer = Reading(expected)
+    responses = record(engine_of(proposer), REQUESTS, SAMPLING, 8, quiet)
+    assert proposer.rounds == max(map(len, expected)) - 1
+    assert sorted(proposer.ends) == sorted(zip((r.sample for r in REQUESTS), expected, strict=True))
+    assert proposer.store.tokens == sum(map(len, expected))
+    assert sum(len(at.gain) for r in responses for at in r.rounds) > 0, "siblings, prompts and pasts say something"
+
+
+def test_a_proposer_that_follows_states_is_refused_by_name() -> None:
+    model = tiny("llama")
+    engine = engine_of(FastGRPO.for_model(model).proposer)
+    with pytest.raises(ValueError, match="'fastgrpo' has to follow running ones"):
+        record(engine, REQUESTS, SAMPLING, 4, quiet)

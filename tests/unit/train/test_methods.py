@@ -14,7 +14,12 @@ from grpo import SPECULATE, NotingPlainTrainer, grpo_trainer, some_heads
 
 from specroll.config import BudgetConfig, EngineConfig, SlowConfig, TrainConfig
 from specroll.propose import catalog
+from specroll.propose.blend import Blend
+from specroll.propose.suffix import SuffixProposer
 from specroll.report.records import RunFolder
+from specroll.rivals.eagle import Drafter
+from specroll.rivals.settings import FastGRPOConfig
+from specroll.rivals.store import save_drafter
 from specroll.train import methods
 from specroll.train.hf_rollout import HFRollout
 from specroll.train.methods import RolloutSettings, sampler
@@ -22,7 +27,7 @@ from specroll.train.proposers import SAVED_HEADS, SAVED_PROPOSERS
 from specroll.train.resume import resumed
 from specroll.train.rival import SAVED_DRAFTER
 from specroll.train.rollout import SpecRollout
-from tiny import VOCAB_SIZE
+from tiny import VOCAB_SIZE, tiny
 
 # transformers warns of its own renaming of gradient checkpointing.
 pytestmark = [
@@ -160,6 +165,42 @@ def test_other_proposers_train_as_plain_decoding_does_and_go_on_from_checkpoints
     assert again.notes.completions == plain.notes.completions[16:]
 
 
+def test_what_a_blend_has_learned_is_kept_in_checkpoints(tmp_path: Path) -> None:
+    settings = {"proposers": "suffix,heads", "heads": some_heads(), "budget": BudgetConfig(**SPECULATE)}
+    trainer = grpo_trainer(tmp_path / "own", trainer_settings=settings, save_strategy="steps", save_steps=2)
+    trainer.train()
+    learned = trainer.rollout.engine.proposer.hits.state_dict()
+    assert learned["promised_I"].sum() > 0
+    again = SpecRollout(some_heads(), proposers="suffix,heads", budget=BudgetConfig(**SPECULATE))
+    again.restore(tmp_path / "own" / "checkpoint-2")
+    blend = again.engine_of(trainer).proposer
+    assert isinstance(blend, Blend) and blend is not trainer.rollout.engine.proposer
+    kept = blend.hits.state_dict()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in learned.items())
+    suffix = blend.members[0]
+    assert isinstance(suffix, SuffixProposer) and suffix.store.tokens > 0, "and what its members remember"
+
+
+def test_the_rival_trains_with_a_drafter_that_it_is_given_and_then_with_its_own(tmp_path: Path) -> None:
+    given = Drafter.for_model(tiny("llama"), seed=8)
+    folder = save_drafter(given, tmp_path / "drafter", tiny("llama"))
+    rival = FastGRPOConfig(capacity=12, learning_rate=1e-3)
+    settings = {"method": "fastgrpo", "drafter": folder, "rival": rival}
+    trainer = grpo_trainer(tmp_path / "own", trainer_settings=settings, save_strategy="steps", save_steps=2)
+    trainer.train()
+    taught = trainer.rollout.proposers.method.drafter.state_dict()
+    off = max((taught[name] - weight).abs().max() for name, weight in given.state_dict().items())
+    assert 0 < off < 5e-3, "it went on from the given one, two steps of a thousandth"
+    assert trainer.rollout.engine.rule.config is rival
+    with pytest.raises(ValueError, match=r"no drafter in .*gone"):
+        sampler(RolloutSettings(drafter=tmp_path / "gone"), "fastgrpo")
+    again = sampler(RolloutSettings(drafter=folder, rival=rival), "fastgrpo")
+    again.restore(tmp_path / "own" / "checkpoint-2")
+    again.engine_of(trainer)  # type: ignore[attr-defined]
+    kept = again.proposers.method.drafter.state_dict()  # type: ignore[attr-defined]
+    assert all(torch.equal(kept[name], weight) for name, weight in taught.items())
+
+
 def test_faults_of_a_training_are_in_its_logs(
     tmp_path: Path, counting: str, proposer_faults: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +222,7 @@ def test_several_proposers_go_on_without_heads_that_have_not_learned(
     """Heads are put beside the others once they know something, in the order of the names."""
     installed: list[list[str]] = []
 
-    def together(proposers: list[Any]) -> Any:
+    def together(proposers: list[Any], vocab_size: int) -> Any:
         installed.append([proposer.name for proposer in proposers])
         return proposers[-1] if proposers else None
 
@@ -221,6 +262,8 @@ def test_settings_that_a_method_has_no_use_for_are_refused(method: Any, settings
     [
         ({"method": "plain", "heads": "runs/heads", "max_nodes": 3}, "plain has no use for heads, max_nodes"),
         ({"method": "plain", "reflex": "off"}, "plain has no use for reflex"),
+        ({"method": "plain", "drafter": "d"}, "plain has no use for drafter"),
+        ({"drafter": "d"}, "specroll has no use for drafter"),
         ({"method": "hf", "demo": True}, "hf has no use for demo"),
         ({"method": "hf", "budget": "paper"}, "hf has no use for budget"),
         ({"method": "fastgrpo", "max_nodes": 4}, "fastgrpo has no use for max_nodes"),
