@@ -267,6 +267,29 @@ def reflex_forms() -> str:
     return "\n".join([*lines, "", f"`{r['command']}`, {_machine(r['machine'])}."])
 
 
+def better_heads() -> str:
+    r = _load("better_heads")
+    rounds = list(next(iter(r["ways"].values()))["tokens_per_second_over_path"])
+    nodes = list(next(iter(r["ways"].values()))["tokens_per_round"])
+    costs = [_row("", *(f"{n} nodes" for n in nodes), "more than path", "tokens", "ms at 1", "ms at 8", *rounds)]
+    lines = [*costs, _row("---", *["--:"] * (len(nodes) + 4 + len(rounds)))]
+    for name, way in r["ways"].items():
+        per_round = (" ".join(f"{seed:.2f}" for seed in way["tokens_per_round"][n]) for n in nodes)
+        more = "" if name == "path" else _interval(way["over_path"][nodes[0]], "mean", 3)
+        ms, ratios = way["propose_ms"], way["tokens_per_second_over_path"]
+        told = (f"{way['draft_vocabulary']:,}", f"{ms['1']:.1f}", f"{ms['8']:.1f}")
+        lines.append(_row(name, *per_round, more, *told, *(f"{ratios[n]:.3f}" for n in rounds)))
+    settings, held_out = r["settings"], r["held_out"]
+    passes = [f"{ms:.0f} ms ({what}, {running})" for what, by in r["pass_ms"].items() for running, ms in by.items()]
+    told = (
+        f"{settings['rollouts']} rollouts, {settings['tokens']:,} tokens; {held_out['responses']} responses held out, "
+        f"{held_out['positions']:,} positions of them judged; {settings['updates']} updates of "
+        f"{settings['batch_positions']} positions. Tokens per round have one figure for each seed; ms are of a "
+        f"proposal; the last columns are tokens/s over those of path. {', '.join(passes)}."
+    )
+    return "\n".join([*lines, "", told, "", f"`{r['command']}`, {_machine(r['machine'])}."])
+
+
 def _columns(corner: str, columns: dict[str, dict[str, float]]) -> list[str]:
     """A table whose columns are named by running sequences."""
     rows = next(iter(columns.values()))

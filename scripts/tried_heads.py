@@ -7,14 +7,13 @@
 - `Beam` gives each of the best paths candidates of its own: explicit trees, whose probabilities know their path.
 
     S  sequences    K  horizons    C  candidates    V  draft vocabulary    F  paths that are gone on from
-    R  rows, F of each sequence    H  hidden width    I  a head's inner width    X  states of several layers, side by side
+    R  rows, F of each sequence    H  hidden width    I  a head's inner width    X  states of several layers
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch

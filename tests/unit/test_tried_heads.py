@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny import VOCAB_SIZE, tiny
 
 from specroll.budget.calibrate import HitCalibrator
 from specroll.config import HeadsConfig
@@ -20,6 +19,7 @@ from specroll.reflex import Recall
 from specroll.tree.grow import grow
 from specroll.types import Draws
 from specroll.verify.walk import walk
+from tests.tiny import VOCAB_SIZE, tiny
 
 S, K, VOCABULARY = 3, 4, torch.arange(2, 50)
 
@@ -84,7 +84,7 @@ def test_a_variant_proposes_by_its_own_forward(model: Any, tried: ModuleType, ki
 
 @pytest.mark.parametrize(("kind", "proposer", "sees"), [("", "Stepper", "path"), ("Pair", "PairProposer", "root")])
 def test_beams_know_the_path_of_each_node(model: Any, tried: ModuleType, kind: str, proposer: str, sees: str) -> None:
-    heads = fitted(getattr(tried, "PairHeads") if kind else FutureHeads, model, sees)
+    heads = fitted(tried.PairHeads if kind else FutureHeads, model, sees)
     hidden_SX, root_S, noise_SKV = seen()
     proposing = getattr(tried, proposer)(heads, model)
     beam, hits = tried.Beam(proposing, 3), HitCalibrator(K)
