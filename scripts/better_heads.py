@@ -62,9 +62,9 @@ WAYS: dict[str, tuple[str, Proposing, int | None]] = {
     "path": ("path", lambda heads, model: Lattice(HeadsProposer(heads, model)), None),
     "path, trees of 2 paths": ("path", lambda heads, model: Beam(Stepper(heads, model), 2), None),
     "path, trees of 4 paths": ("path", lambda heads, model: Beam(Stepper(heads, model), 4), None),
+    "layers": ("layers", lambda heads, model: Lattice(LayerProposer(heads, model)), None),
     "pairs": ("pairs", lambda heads, model: Lattice(PairProposer(heads, model)), None),
     "pairs, trees of 4 paths": ("pairs", lambda heads, model: Beam(PairProposer(heads, model), 4), None),
-    "layers": ("layers", lambda heads, model: Lattice(LayerProposer(heads, model)), None),
     "root": ("root", lambda heads, model: Lattice(HeadsProposer(heads, model)), None),
     "path, 500 tokens": ("path", lambda heads, model: Lattice(HeadsProposer(heads, model)), 500),
     "path, 1000 tokens": ("path", lambda heads, model: Lattice(HeadsProposer(heads, model)), 1000),
@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=400)
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="some of them, path included")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("medium")  # fits alone multiply in float32, and bfloat16 is enough for them
     options = Options(model=args.model, output=args.work, task="gsm8k", top_p=0.95, rollouts=args.rollouts)
@@ -177,11 +178,10 @@ def main() -> None:
     rollouts = Rollouts(engine, options)
     folder = args.work / f"{args.updates}x{BATCH}"
     folder.mkdir(parents=True, exist_ok=True)
-    counts: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
-    for seed in range(args.seeds):
-        for name in WAYS:
-            counts[name].append(judged(rollouts, name, seed, args.updates, folder))
-    ms = timed(engine, {name: way_of(rollouts, name, 0, args.updates, folder)[0] for name in WAYS})
+    counts = {
+        name: [judged(rollouts, name, seed, args.updates, folder) for seed in range(args.seeds)] for name in args.ways
+    }
+    ms = timed(engine, {name: way_of(rollouts, name, 0, args.updates, folder)[0] for name in args.ways})
     result = {
         "command": "python scripts/better_heads.py " + " ".join(sys.argv[1:]),
         "machine": machine(rollouts.model.device, rollouts.model.dtype),
