@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -183,11 +184,11 @@ def main() -> None:
     }
     ms = timed(engine, {name: way_of(rollouts, name, 0, args.updates, folder)[0] for name in args.ways})
     result = {
-        "command": "python scripts/better_heads.py " + " ".join(sys.argv[1:]),
+        "command": shlex.join(["python", "scripts/better_heads.py", *sys.argv[1:]]),
         "machine": machine(rollouts.model.device, rollouts.model.dtype),
         "settings": rollouts.settings
         | {"updates": args.updates, "batch_positions": BATCH, "lr": LR, "seeds": args.seeds, "layers": LAYERS},
-        "held_out": {"responses": len(rollouts.held_out), "positions": sum(counts["path"][0]["positions"])},
+        "held_out": {"responses": len(rollouts.held_out), "positions": int(sum(counts["path"][0]["positions"]))},
         "pass_ms": {name: by for name, by in ms.items() if name.startswith("pass")},
         "ways": summary(counts, ms),
     }

@@ -271,8 +271,15 @@ def better_heads() -> str:
     r = _load("better_heads")
     rounds = list(next(iter(r["ways"].values()))["tokens_per_second_over_path"])
     nodes = list(next(iter(r["ways"].values()))["tokens_per_round"])
-    costs = [_row("", *(f"{n} nodes" for n in nodes), "more than path", "tokens", "ms at 1", "ms at 8", *rounds)]
-    lines = [*costs, _row("---", *["--:"] * (len(nodes) + 4 + len(rounds)))]
+    head = (
+        *(f"{n} nodes" for n in nodes),
+        f"more at {nodes[0]} nodes",
+        "draft vocabulary",
+        "ms at 1",
+        "ms at 8",
+        *rounds,
+    )
+    lines = [_row("", *head), _row("---", *["--:"] * len(head))]
     for name, way in r["ways"].items():
         per_round = (" ".join(f"{seed:.2f}" for seed in way["tokens_per_round"][n]) for n in nodes)
         more = "" if name == "path" else _interval(way["over_path"][nodes[0]], "mean", 3)
@@ -283,9 +290,9 @@ def better_heads() -> str:
     passes = [f"{ms:.0f} ms ({what}, {running})" for what, by in r["pass_ms"].items() for running, ms in by.items()]
     told = (
         f"{settings['rollouts']} rollouts, {settings['tokens']:,} tokens; {held_out['responses']} responses held out, "
-        f"{held_out['positions']:,} positions of them judged; {settings['updates']} updates of "
-        f"{settings['batch_positions']} positions. Tokens per round have one figure for each seed; ms are of a "
-        f"proposal; the last columns are tokens/s over those of path. {', '.join(passes)}."
+        f"{held_out['positions']:,.0f} positions of them judged; {settings['updates']} updates of "
+        f"{settings['batch_positions']} positions. The first columns are tokens per round, the last "
+        f"ones tokens/s over those of path, by running sequences; ms are of a proposal. {', '.join(passes)}."
     )
     return "\n".join([*lines, "", told, "", f"`{r['command']}`, {_machine(r['machine'])}."])
 
