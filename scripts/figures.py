@@ -267,6 +267,36 @@ def reflex_forms() -> str:
     return "\n".join([*lines, "", f"`{r['command']}`, {_machine(r['machine'])}."])
 
 
+def better_heads() -> str:
+    r = _load("better_heads")
+    rounds = list(next(iter(r["ways"].values()))["tokens_per_second_over_path"])
+    nodes = list(next(iter(r["ways"].values()))["tokens_per_round"])
+    head = (
+        *(f"{n} nodes" for n in nodes),
+        f"more at {nodes[0]} nodes",
+        "draft vocabulary",
+        "ms at 1",
+        "ms at 8",
+        *rounds,
+    )
+    lines = [_row("", *head), _row("---", *["--:"] * len(head))]
+    for name, way in r["ways"].items():
+        per_round = (" ".join(f"{seed:.2f}" for seed in way["tokens_per_round"][n]) for n in nodes)
+        more = "" if name == "path" else _interval(way["over_path"][nodes[0]], "mean", 3)
+        ms, ratios = way["propose_ms"], way["tokens_per_second_over_path"]
+        told = (f"{way['draft_vocabulary']:,}", f"{ms['1']:.1f}", f"{ms['8']:.1f}")
+        lines.append(_row(name, *per_round, more, *told, *(f"{ratios[n]:.3f}" for n in rounds)))
+    settings, held_out = r["settings"], r["held_out"]
+    passes = [f"{ms:.0f} ms ({what}, {running})" for what, by in r["pass_ms"].items() for running, ms in by.items()]
+    told = (
+        f"{settings['rollouts']} rollouts, {settings['tokens']:,} tokens; {held_out['responses']} responses held out, "
+        f"{held_out['positions']:,.0f} positions of them judged; {settings['updates']} updates of "
+        f"{settings['batch_positions']} positions. The first columns are tokens per round, the last "
+        f"ones tokens/s over those of path, by running sequences; ms are of a proposal. {', '.join(passes)}."
+    )
+    return "\n".join([*lines, "", told, "", f"`{r['command']}`, {_machine(r['machine'])}."])
+
+
 def _columns(corner: str, columns: dict[str, dict[str, float]]) -> list[str]:
     """A table whose columns are named by running sequences."""
     rows = next(iter(columns.values()))
