@@ -148,7 +148,7 @@ class PairProposer(HeadsProposer):
                 if recall is not None:
                     recall.follow(self._token(best_S))
         index_SKC, score_SKC = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-        return Best(self._token(index_SKC), score_SKC, None)
+        return Best(self._token(index_SKC), score_SKC, None, None)
 
 
 @dataclass(frozen=True)

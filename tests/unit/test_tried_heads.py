@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from specroll.budget.calibrate import HitCalibrator
+from specroll.budget.calibrate import MEMORY, HitCalibrator
 from specroll.config import HeadsConfig
 from specroll.propose.heads import FutureHeads
 from specroll.propose.proposer import HeadsProposer
@@ -122,6 +123,7 @@ def test_a_beam_learns_from_the_nodes_that_were_visited(model: Any, tried: Modul
     zero_N = torch.zeros(token_N.numel())
     before_2K = hits.tried_PK.clone()
     beam.learn(hits, draft, tree, walk(tree, Draws(token_N, zero_N, zero_N, zero_N)))
-    assert hits.tally()[0][0] == S, "each root is one look at the first horizon"
+    kept = math.exp(-S / MEMORY)
+    assert float(hits.tried_PK[0, 0]) == pytest.approx(kept * float(before_2K[0, 0]) + S)  # a look for each root
     assert bool((hits.tried_PK[0, :2] > before_2K[0, :2] * 0.99).all())
     assert float(hits.covered_PK[0, 0]) > float(HitCalibrator(K).covered_PK[0, 0])
