@@ -21,7 +21,8 @@ from tried_heads import LayerHeads
 
 from specroll.bench.compare import order
 from specroll.budget.calibrate import HitCalibrator
-from specroll.cli.heads import Options, _collect, _requests
+from specroll.cli.fit import collect_samples, to_sample
+from specroll.cli.heads import Options
 from specroll.cli.progress import Progress
 from specroll.engine import Engine
 from specroll.engine.measure import _passes
@@ -47,9 +48,9 @@ class Rollouts:
     """The policy's responses, those to learn from and those held out, as samples with and without further layers."""
 
     def __init__(self, engine: Engine, options: Options) -> None:
-        requests = _requests(options, engine, "train", options.rollouts)
+        requests = to_sample(options, engine)
         with Progress() as progress:
-            trajectories = _collect(options, engine, requests, options.output, progress)
+            trajectories = collect_samples(options, engine, requests, progress)
         self.model: Any = engine.target.causal
         deep = _layer_states(self.model, requests, trajectories, options.output / "layers.safetensors")
         by_id = {id(t): state_TX for t, state_TX in zip(trajectories, deep, strict=True)}

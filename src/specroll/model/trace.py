@@ -66,9 +66,9 @@ def traced(
             example = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return mode.from_tensor(example, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
 
-    flat, spec = tree_flatten((args, kwargs))
-    places = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
-    flat = [_TracedPass() if hasattr(value, "attend") else value for value in flat]
+    given, spec = tree_flatten((args, kwargs))
+    places = [i for i, value in enumerate(given) if isinstance(value, Tensor)]
+    flat: list[Any] = [_TracedPass() if hasattr(value, "attend") else value for value in given]
 
     def forward(*tensors: Tensor) -> Tensor:
         values = list(flat)
@@ -124,7 +124,7 @@ def compiled(graph: fx.GraphModule) -> tuple[Callable[..., Tensor], list[Callabl
 
     parts = split_module(graph, None, _stages(graph).__getitem__)  # type: ignore[arg-type]
     top = parts.graph
-    used = {node: parts.get_submodule(node.target) for node in top.nodes if node.op == "call_module"}
+    used: dict[fx.Node, Any] = {n: parts.get_submodule(n.target) for n in top.nodes if n.op == "call_module"}
     single = {node for node, part in used.items() if _gives_list(part)}
     pieces = {node: _compile(part) for node, part in used.items() if not all(map(_is_free, part.graph.nodes))}
     linears = sum(node.target == _LINEAR for node in graph.graph.nodes)
