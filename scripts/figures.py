@@ -204,9 +204,33 @@ def profile() -> str:
 
 def fused_layers() -> str:
     r = _load("fused_layers")
-    lines = _columns("a pass of sequences x rows, ms", r["pass_ms"])
-    first = f"The first rollout began after {r['first_rollout_s']:.0f} s."
+    lines = [_row("a pass of sequences x rows", *r["pass_ms"]), _row("---", *["--:"] * len(r["pass_ms"]))]
+    for row, digits in (("as they are", 1), ("fused", 1), ("ratio", 2)):
+        lines.append(
+            _row(f"{row}, ms" if digits == 1 else row, *(f"{of[row]:.{digits}f}" for of in r["pass_ms"].values()))
+        )
+    first = f"The first rollout of the process began after {r['first_rollout_s']:.0f} s."
     return "\n".join([*lines, "", first, "", f"`{r['command']}`, {_machine(r['machine'])}."])
+
+
+_LAST = 8
+"""Steps at a training's end, by which a refresh has shown what it is worth."""
+
+
+def _last_steps(cells: dict[str, Any]) -> list[str]:
+    """What each training came to: refreshes, and tokens per round of every system."""
+    seeds = {name: cell["steps"] for name, cell in cells.items() if name.startswith("seed")}
+    systems = [name for name in next(iter(seeds.values()))[0]["systems"] if name != "plain"]
+    lines = [_row("", *systems), _row("---", *["--:"] * len(systems))]
+    for name, steps in seeds.items():
+        parts = []
+        for system in systems:
+            of = [step["systems"][system] for step in steps[-_LAST:]]
+            rounds = sum(o["emitted"] for o in of) / sum(o["turns"] for o in of)
+            triggers = of[-1].get("triggers")
+            parts.append(f"{rounds:.2f}" + ("" if triggers is None else f" (refreshes: {triggers:.0f})"))
+        lines.append(_row(name, *parts))
+    return lines
 
 
 def _adapt_table(name: str) -> str:
@@ -231,6 +255,7 @@ def _adapt_table(name: str) -> str:
         f"{r['slow_overhead']:.1%} of the rollouts' time; {r['false_triggers_per_1000_windows']:.1f} false triggers in "
         f"1,000 windows. Samples that differ from plain decoding's: {_differing(r)}."
     )
+    lines += ["", f"Tokens per round in the last {_LAST} steps:", "", *_last_steps(r["cells"])]
     return "\n".join([*lines, "", f"`{r['command']}`, {_machine(r['machine'])}."])
 
 
