@@ -10,8 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from specroll.engine import Engine
-from specroll.model import fused, trace
+from specroll.model import fused, linear, trace
 from specroll.model.fused import FusedLayers
+from specroll.model.linear import packing_pays
 from specroll.model.prove import TOLERANCE, worst_difference
 from specroll.model.target import HFTarget
 from specroll.propose.proposer import HeadsProposer
@@ -65,6 +66,20 @@ def test_what_training_changes_is_read_anew(llama: HFTarget) -> None:
     llama.causal.model.layers[0].input_layernorm.weight = torch.nn.Parameter(torch.full((32,), 0.7))
     assert count(llama) == 2
     assert before < 1e-5 and worst_difference(llama, TOKENS) < 1e-5
+
+
+@pytest.mark.skipif(not packing_pays(), reason="no packed products on this processor")
+def test_packs_come_and_go_with_the_values_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Siblings that are multiplied together leave their outputs side by side, others each by itself."""
+    monkeypatch.setattr(linear, "_SMALLEST", 0)
+    model = tiny("llama").bfloat16().float()  # what float16 holds
+    target = HFTarget(model)
+    assert worst_difference(target, TOKENS) < 1e-5 and target._packed.count > 0
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.mul_(1.0 + 1e-3)
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.0 + 1e-3)
+    assert worst_difference(target, TOKENS) < 1e-5 and count(target) == 2
+    assert len(FusedLayers.of(model)._programs) == 3
 
 
 @pytest.mark.parametrize("kind", ["all", "some", "merged", "dora"])

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from specroll.model.adapter import Adapted
+from specroll.model.joint import Joint
 from specroll.model.prove import TOLERANCE
 from specroll.model.trace import Place, compiled, traced
 
@@ -191,7 +192,7 @@ def _kind(layer: nn.Module) -> Any | None:
     """All that a layer's forward depends on but the values of tensors; None where it must run as it is."""
     if sum(p.numel() for p in layer.parameters()) < SMALLEST:
         return None
-    parts: list[Any] = [(type(m), m.in_features, m.out_features) for m in linears(layer)]
+    parts: list[Any] = [(type(m), m.in_features, m.out_features, _row_width(m)) for m in linears(layer)]
     if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
         return None
     for name, module in _inside(layer):
@@ -200,6 +201,12 @@ def _kind(layer: nn.Module) -> Any | None:
         parts.append((name, type(module), *_settings(module)))
     parts += [(t.shape, t.stride(), t.dtype) for t in own_tensors(layer)]
     return tuple(parts)
+
+
+def _row_width(linear: Any) -> int:
+    """From one row of its output to the next: packs come and go with the values of weights, and siblings' are joint."""
+    joint = getattr(getattr(linear.forward, "func", None), "__self__", None)
+    return joint.width if isinstance(joint, Joint) else linear.out_features
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:

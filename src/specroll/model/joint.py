@@ -27,6 +27,7 @@ class Joint:
     def __init__(self, product: Product, sizes: Sequence[int]) -> None:
         """`product` gives the outputs of all layers side by side, `sizes` of them each."""
         self._product, self._sizes = product, list(sizes)
+        self.width = sum(sizes)
         self._input: Tensor | None = None
         self._outputs: Sequence[Tensor] = ()
 

@@ -61,9 +61,8 @@ def traced(
     def fake(tensor: Tensor, rows: bool) -> Tensor:
         shape = [_ROWS if rows and d == 1 else n for d, n in enumerate(tensor.shape)]
         kinds = [DimDynamic.DUCK if rows and d == 1 else DimDynamic.STATIC for d in range(len(shape))]
-        example = torch.empty(shape, dtype=tensor.dtype)
-        if not rows:
-            example = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        layout = torch.empty(shape).stride() if rows else tensor.stride()
+        example = torch.empty_strided(shape, layout, dtype=tensor.dtype)
         return mode.from_tensor(example, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
 
     given, spec = tree_flatten((args, kwargs))
