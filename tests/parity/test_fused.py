@@ -173,6 +173,7 @@ def test_where_fusing_is_no_good_layers_run_as_they_are(
 def test_under_autocast_layers_run_as_they_are(llama: HFTarget) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert count(llama) == 0
+    assert not FusedLayers.of(llama.causal)._programs
 
 
 def test_without_a_compiler_layers_run_as_they_are_and_it_is_told_once(
