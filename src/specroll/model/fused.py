@@ -1,9 +1,10 @@
 """The small operations of decoder layers, fused: the installed code, traced and compiled between its products.
 
-With few rows a layer spends more time in its some sixty small operations than in their arithmetic. So for the length of
-a rollout layers run as programs: their own forward is traced once, cut where it calls a linear layer or attention, and
-what lies between is compiled by PyTorch's Inductor, for any number of rows. Linear layers stay what they are at the
-time, packed or with adapters, and so does attention. Layers that differ in their weights alone share a program.
+Beside its products a layer does some sixty small operations, and with few rows calling them takes longer than what they
+compute. So for the length of a rollout layers run as programs: their own forward is traced once, cut where it calls a
+linear layer or attention, and what lies between is compiled by PyTorch's Inductor, for any number of rows. Linear
+layers stay what they are at the time, packed or with adapters, and so does attention. Layers that differ in their
+weights alone share a program.
 
 Every layer's program is tried against the layer's own forward first. Where something stands in the way (no C++
 compiler, hooks, autocast, layers too small to be worth it) layers run as they are.
