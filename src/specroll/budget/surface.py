@@ -26,7 +26,7 @@ BASE_CONTEXT = 128
 """Tokens behind every root in the measurement over rows. Shorter contexts are taken to cost the same."""
 _FORESIGHT = 8
 _FEW_ROWS, _OFTEN = 8, 3  # where budgets of a few sequences are decided, points are measured more often
-_VERSION = 6  # of the cache file: another one is measured anew
+_VERSION = 7  # of the cache file: another one is measured anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

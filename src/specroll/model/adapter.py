@@ -14,15 +14,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specroll.model.joint import Joint, together
+from specroll.model.packing import Multiplied
 
 
 def plain_lora(module: nn.Module) -> Any | None:
@@ -114,15 +113,11 @@ def _down(group: tuple[Any, ...], prepared: list[Tensor]) -> list[Down]:
     """For each layer the product with its A; adds to `prepared`."""
     weights = [layer.lora_A[_adapter(layer)].weight for layer in group]
     if len({(weight.dtype, weight.shape[1]) for weight in weights}) > 1:
-        return [Down(weight, partial(_product, weight)) for weight in weights]
+        return [Down(weight, Multiplied(weight)) for weight in weights]
     together_RI = _kept(group[0], "down", torch.cat(weights))
     prepared.append(together_RI)
-    joint = Joint(partial(_product, together_RI), [weight.shape[0] for weight in weights])
+    joint = Joint(Multiplied(together_RI), [weight.shape[0] for weight in weights])
     return [Down(weight, part) for weight, part in zip(weights, joint.parts, strict=True)]
-
-
-def _product(weight: Tensor, x: Tensor) -> Tensor:
-    return F.linear(x.to(weight.dtype), weight)
 
 
 _PREPARED: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()

@@ -38,6 +38,10 @@ class Pass(Protocol):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor: ...
 
+    def like(self, rows: int) -> Pass:
+        """Another one of this kind, of so many made-up rows, that leaves nothing behind."""
+        ...
+
 
 def _attention(
     module: nn.Module,
@@ -77,6 +81,9 @@ class PromptPass:
     def __init__(self, lengths: list[int], kv: Tensor | None = None) -> None:
         self.lengths, self.kv = lengths, kv
         self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def like(self, rows: int) -> PromptPass:
+        return PromptPass([rows])
 
     def _mask(self, length: int, window: int | None, like: Tensor) -> Tensor | None:
         if window is None or length <= window:
@@ -119,58 +126,69 @@ class TreePass:
     def _lay_out(self, tree: Tree, cell_N: Tensor, seen_Nn: Tensor) -> None:
         """`cell_N`: where the rows stand in the rectangle [S, n]; outside of it where a row only fills up the pass."""
         cells = self.running * self.size
-        self._full = cell_N.shape[0] == cells
         row_X = cell_N.new_zeros(cells + 1)
         row_X[cell_N] = torch.arange(cell_N.shape[0], device=cell_N.device)
         self._row_SN = row_X[:-1].view(self.running, self.size)
         self._cell_N = cell_N.clamp(max=cells - 1)
         self._seen_SNN = seen_Nn[self._row_SN]
         self._depth_SN = tree.depth_N[self._row_SN]
-        self._masks: dict[int | None, Tensor] = {}
-        self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._read: dict[tuple[int | None, int, int], tuple[Tensor, ...]] = {}
 
-    def _place(self, heads: int, group: int) -> tuple[Tensor, Tensor]:
+    def _places(self, heads: int, group: int) -> tuple[Tensor, Tensor]:
         """Which of the rows' N * A queries stands where in [S, A/G, G * n], and which of the results there is whose."""
-        if (heads, group) not in self._places:
-            at = torch.arange(heads * group, device=self._cell_N.device).view(heads, group)
-            query_SAGN = self._row_SN[:, None, None] * (heads * group) + at[..., None]
-            sequence_N, slot_N = self._cell_N // self.size, self._cell_N % self.size
-            # Results come in the order [S, G * n, A/G].
-            result_NAG = ((sequence_N[:, None] * group + at[0]) * self.size + slot_N[:, None])[:, None] * heads
-            self._places[heads, group] = query_SAGN.flatten(), (result_NAG + at[:, :1] // group).flatten()
-        return self._places[heads, group]
+        at = torch.arange(heads * group, device=self._cell_N.device).view(heads, group)
+        query_SAGN = self._row_SN[:, None, None] * (heads * group) + at[..., None]
+        sequence_N, slot_N = self._cell_N // self.size, self._cell_N % self.size
+        # Results come in the order [S, G * n, A/G].
+        result_NAG = ((sequence_N[:, None] * group + at[0]) * self.size + slot_N[:, None])[:, None] * heads
+        return query_SAGN.flatten(), (result_NAG + at[:, :1] // group).flatten()
 
-    def _mask(self, window: int | None, group: int, like: Tensor) -> Tensor:
+    def _mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
         """Additive [S, 1, G * n, L]: the prefix (within the window) and the own ancestors."""
-        if window not in self._masks:
-            at_L = torch.arange(self.live, device=like.device)
-            local_SL = at_L - self.length_S[:, None]  # index among this round's rows; negative: prefix
-            inside = local_SL.clamp(0, self.size - 1)[:, None, :].expand(-1, self.size, -1)
-            seen = (local_SL < 0)[:, None, :] | (self._seen_SNN.gather(2, inside) & (local_SL < self.size)[:, None, :])
-            if window is not None:
-                row_depth_SL = self._depth_SN.gather(1, inside[:, 0])
-                position_SL = torch.where(local_SL < 0, at_L, self.length_S[:, None] + row_depth_SL)
-                query_SN = self.length_S[:, None] + self._depth_SN
-                seen = seen & (query_SN[:, :, None] - position_SL[:, None, :] < window)
-            self._masks[window] = _additive(seen, like.dtype)[:, None].repeat(1, 1, group, 1)
-        return self._masks[window]
+        at_L = torch.arange(self.live, device=self.length_S.device)
+        local_SL = at_L - self.length_S[:, None]  # index among this round's rows; negative: prefix
+        inside = local_SL.clamp(0, self.size - 1)[:, None, :].expand(-1, self.size, -1)
+        seen = (local_SL < 0)[:, None, :] | (self._seen_SNN.gather(2, inside) & (local_SL < self.size)[:, None, :])
+        if window is not None:
+            row_depth_SL = self._depth_SN.gather(1, inside[:, 0])
+            position_SL = torch.where(local_SL < 0, at_L, self.length_S[:, None] + row_depth_SL)
+            query_SN = self.length_S[:, None] + self._depth_SN
+            seen = seen & (query_SN[:, :, None] - position_SL[:, None, :] < window)
+        return _additive(seen, dtype)[:, None].repeat(1, 1, group, 1)
+
+    def reads(self, layer: int, window: int | None, heads: int, group: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What `attend_slots` reads, and writes, for this pass: see there."""
+        key = window, heads, group
+        if key not in self._read:
+            self._read[key] = (self._write_X, *self._places(heads, group), self._mask(window, group, dtype))
+        return *self.cache.of_layer[layer], *self._read[key]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        heads, _, width = key.shape
-        group = query.shape[0] // heads
-        self.cache.write(layer, self._write_X, key, value)
-        live_key, live_value = self.cache.live(layer, self.running, self.live)
-        if self._full:  # the rows are the rectangle already, sequence by sequence
-            q = query.view(-1, self.running, self.size, width).transpose(0, 1)
-            q = q.reshape(self.running, heads, group * self.size, width)
-            out = scaled_dot_product_attention(q, live_key, live_value, self._mask(window, group, q), scale=scale)
-            out = out.view(self.running, -1, self.size, width).transpose(1, 2)
-            return out.reshape(-1, heads * group, width).contiguous()
-        query_X, result_X = self._place(heads, group)
-        q = query.transpose(0, 1).reshape(-1, width).index_select(0, query_X)
-        q = q.view(self.running, heads, group * self.size, width)
-        out = scaled_dot_product_attention(q, live_key, live_value, self._mask(window, group, q), scale=scale)
-        return out.transpose(1, 2).reshape(-1, width).index_select(0, result_X).view(-1, heads * group, width)
+        heads = key.shape[0]
+        return attend_slots(
+            query, key, value, scale, *self.reads(layer, window, heads, query.shape[0] // heads, query.dtype)
+        )
+
+    def like(self, rows: int) -> TreePass:
+        """Another one, of so many made-up rows, in slots of its own that hold made-up keys and values."""
+        size = min(rows, 3)
+        row_N = torch.arange(rows)
+        sequence_N, slot_N = row_N // size, row_N % size
+        tree = Tree(
+            token_N=torch.zeros_like(row_N),
+            parent_N=torch.where(slot_N > 0, row_N - 1, row_N),
+            depth_N=slot_N,
+            sequence_N=sequence_N,
+            slot_N=slot_N,
+            rank_N=torch.zeros_like(row_N),
+            size=size,
+            max_depth=size - 1,
+        )
+        running = int(sequence_N[-1]) + 1
+        length_S = 2 + torch.arange(running) % 5
+        cache = SlotCache(self.cache.shape, running + 1, 11)
+        cache.memory.normal_(generator=torch.Generator().manual_seed(0))
+        return TreePass(cache, tree, length_S, int(length_S.max()), slot_N[:, None] >= torch.arange(size))
 
 
 class PaddedTreePass(TreePass):
@@ -191,7 +209,40 @@ class PaddedTreePass(TreePass):
         )
         cell_N = tree.sequence_N * self.size + tree.slot_N  # of all pads: the one behind the rectangle
         self._lay_out(tree, cell_N, seen_Nn)
-        self._full = False  # how many rows are pads is no matter of shapes
+
+
+SLOT_READS = ((0, 2), (0, 2), (0,), (0,), (0,), (0, 2, 3))
+"""Of the tensors that `attend_slots` takes beside queries, keys and values: the dimensions that differ by pass."""
+
+
+def attend_slots(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    key_memory: Tensor,
+    value_memory: Tensor,
+    write_X: Tensor,
+    query_X: Tensor,
+    result_X: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    """Attention of packed rows over slots, by tensors alone, so that it can be traced.
+
+    query [A, N, W]; key and value [A/G, N, W], which go to rows `write_X` of the memories [slot, A/G, position, W];
+    `query_X` and `result_X` say where queries and results stand (`TreePass._places`); mask [S, 1, G * n, L] is added.
+    Returns [N, A, W].
+    """
+    heads, _, width = key.shape
+    running, _, queries, live = mask.shape
+    # What is read is what the writing gives, or a tracer would not know which of them comes first.
+    k, v = (
+        memory.view(-1, width).index_copy_(0, write_X, rows.reshape(-1, width)).view(memory.shape)[:running, :, :live]
+        for memory, rows in ((key_memory, key), (value_memory, value))
+    )
+    q = query.transpose(0, 1).reshape(-1, width).index_select(0, query_X).view(running, heads, queries, width)
+    out = scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    return out.transpose(1, 2).reshape(-1, width).index_select(0, result_X).view(query.shape[1], -1, width)
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

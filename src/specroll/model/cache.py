@@ -79,7 +79,8 @@ class SlotCache:
         self.memory = memory
         self.whole = memory[:, :, :elements].unflatten(2, (slots, shape.heads, length + 1, shape.head_width))
         self.kv = self.whole[..., :length, :]
-        self._rows = memory.view(shape.layers, -1, shape.head_width)
+        self.of_layer = [tuple(layer.unbind()) for layer in self.whole]
+        """Each layer's keys and values, [slot, head, position, width] each, as `whole` has them."""
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -95,23 +96,10 @@ class SlotCache:
             raise ValueError(f"{self.slots} slots of {self.length} tokens hold no {slots} of {length}")
         return SlotCache(self.shape, slots, length, self.memory)
 
-    def live(self, layer: int, running: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer in the first slots, [running, head, length, width] each: `kv` in fewer steps."""
-        size = running, self.shape.heads, length, self.shape.head_width
-        stride = self.whole.stride()
-        at = self.whole.storage_offset() + layer * stride[0]
-        return tuple(self.whole.as_strided(size, stride[2:], at + i * stride[1]) for i in (0, 1))  # type: ignore[return-value]
-
     def places(self, slot_N: Tensor, position_N: Tensor) -> Tensor:
-        """Where single tokens' keys, then values, of all heads lie among the rows of a layer, [2 * head * N]."""
-        part_P = torch.arange(2, device=slot_N.device)[:, None, None] * (self._rows.shape[1] // 2)
+        """Where single tokens' keys, or values, of all heads lie among the rows of a layer, [head * N]."""
         head_H = torch.arange(self.shape.heads, device=slot_N.device)[:, None]
-        return (part_P + (slot_N * self.shape.heads + head_H) * (self.length + 1) + position_N).flatten()
-
-    def write(self, layer: int, place_X: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put single tokens' keys and values, [head, N, width] each, of a layer at their `places`."""
-        rows = torch.cat((key, value)).view(-1, self.shape.head_width)
-        self._rows[layer].index_copy_(0, place_X, rows)
+        return ((slot_N * self.shape.heads + head_H) * (self.length + 1) + position_N).flatten()
 
     def fill(self, slot: int, prompt_kv: Tensor) -> None:
         """Put a prompt's keys and values [layer, 2, head, P, width] at the start of a slot."""

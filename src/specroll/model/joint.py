@@ -26,7 +26,7 @@ class Joint:
 
     def __init__(self, product: Product, sizes: Sequence[int]) -> None:
         """`product` gives the outputs of all layers side by side, `sizes` of them each."""
-        self._product, self._sizes = product, list(sizes)
+        self.product, self._sizes = product, list(sizes)
         self.width = sum(sizes)
         self._input: Tensor | None = None
         self._outputs: Sequence[Tensor] = ()
@@ -38,7 +38,7 @@ class Joint:
 
     def _part(self, index: int, x: Tensor) -> Tensor:
         if x is not self._input:
-            self._input, self._outputs = x, torch.split_with_sizes(self._product(x), self._sizes, -1)
+            self._input, self._outputs = x, torch.split_with_sizes(self.product(x), self._sizes, -1)
         output = self._outputs[index]
         if index == len(self._sizes) - 1:
             self._input, self._outputs = None, ()

@@ -20,6 +20,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from specroll.device import multiplies_bfloat16
 
@@ -58,15 +59,29 @@ def fbgemm(weight: Tensor, bias: Tensor | None, rounded_to: torch.dtype | None) 
     return product
 
 
+class Multiplied:
+    """A product by tensors of its own, which a tracer can see through."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """In the weight's dtype, whatever that of x."""
+        return linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+class OneDNN(Multiplied):
+    """A bfloat16 product by a weight in oneDNN's layout."""
+
+    _multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self.weight, self.bias, "none", [], "")
+
+
 def onednn(weight: Tensor, bias: Tensor | None, rounded_to: torch.dtype | None) -> Product:
     """A bfloat16 product; of weights that are no bfloat16 only for proposals."""
     assert torch.bfloat16 in (weight.dtype, rounded_to)
-    bias = None if bias is None else bias.detach().bfloat16()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().bfloat16().contiguous(), _ROWS)
-
-    multiply = torch.ops.mkldnn._linear_pointwise.default
-
-    def product(x: Tensor) -> Tensor:
-        return multiply(x, packed, bias, "none", [], "")
-
+    product = OneDNN(packed, None if bias is None else bias.detach().bfloat16())
     return product if rounded_to is None else lambda x: product(x.bfloat16()).to(x.dtype)

@@ -22,6 +22,7 @@ from specroll.model.fused import FusedLayers
 from specroll.model.graphs import RecordedPasses
 from specroll.model.linear import PackedLinears
 from specroll.model.prove import UnsupportedModelError, prove
+from specroll.tree.grow import roots
 from specroll.tree.mask import ancestors
 from specroll.types import TargetOutput, Tree
 
@@ -111,12 +112,19 @@ class HFTarget:
             ):
                 self._prepare_recorded(prepared)
                 if unmade:
-                    self.prefill([(0,)])  # what a pass costs is not to be asked before
+                    self._first_passes()
                 yield
         finally:
             self.config._attn_implementation = attention
             for module in training:
                 module.training = True
+
+    def _first_passes(self) -> None:
+        """A pass of each kind, which makes programs: what one costs is not to be asked before."""
+        self.prefill([(0,)])
+        cache = SlotCache(self.cache_shape, 1, 2)
+        length_S, tree = torch.tensor([1]), roots(torch.tensor([0]))
+        self._forward(tree.token_N, length_S, TreePass(cache, tree, length_S, 1, ancestors(tree)), 0)
 
     def _prepare_recorded(self, prepared: list[Tensor]) -> None:
         """For a rollout that reads the weights and what was `prepared` of them where they are now."""

@@ -1,4 +1,4 @@
-"""A decoder layer's forward as a graph, cut at products and attention, with what lies between compiled.
+"""A decoder layer's forward as a graph, cut at calls that no tracer sees through, and what lies between compiled.
 
 Knows PyTorch's tracer and compiler, not rollouts. Rows are dimension 1 of every input; there may be any number of them.
 """
@@ -8,17 +8,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-_ROWS = 64  # that the compiler plans for
+from specroll.model.attention import SLOT_READS, attend_slots
+
+ROWS = 40  # that the compiler plans for
 
 _OPS = torch.library.Library("specroll", "FRAGMENT")
 _OPS.define("linear(Tensor x, int index, int features, int stride, ScalarType dtype) -> Tensor")
 _OPS.define("attend(Tensor query, Tensor key, Tensor value, float scale, int? window) -> Tensor")
+_OPS.define("packed(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 
 @torch.library.register_fake("specroll::linear")
@@ -32,22 +35,38 @@ def _(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | Non
     return query.new_empty(query.shape[1], query.shape[0], value.shape[2])
 
 
+@torch.library.register_fake("specroll::packed")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
 _LINEAR, _ATTEND = torch.ops.specroll.linear.default, torch.ops.specroll.attend.default
 
 
 class _TracedPass:
-    """The pass that a layer sees while it is traced."""
+    """The pass that a layer sees while it is traced: over slots by what it `reads`, else a call."""
+
+    def __init__(self, reads: Sequence[Tensor]) -> None:
+        self._reads = reads
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        if self._reads:
+            return attend_slots(query, key, value, scale, *self._reads)
         return torch.ops.specroll.attend(query, key, value, scale, window)
 
 
 def traced(
-    layer: nn.Module, own: Sequence[Place], linears: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    layer: nn.Module,
+    own: Sequence[Place],
+    linears: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    reads: Sequence[Tensor],
 ) -> fx.GraphModule:
-    """The layer's forward over its tensor inputs, then the tensors in `own` places. `linears` and attention are called.
+    """The layer's forward over its tensor inputs, then the tensors in `own` places, then what its pass `reads`.
 
-    A linear layer here is whatever has in_features, out_features and a forward of its own that can be replaced.
+    `linears` are called, and so is attention if its pass reads nothing. A linear layer here is whatever has
+    in_features, out_features and a forward of its own that can be replaced. `reads` are those of a pass of `ROWS` rows.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor.decomposition import select_decomp_table
@@ -58,30 +77,60 @@ def traced(
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
 
-    def fake(tensor: Tensor, rows: bool) -> Tensor:
-        shape = [_ROWS if rows and d == 1 else n for d, n in enumerate(tensor.shape)]
-        kinds = [DimDynamic.DUCK if rows and d == 1 else DimDynamic.STATIC for d in range(len(shape))]
-        layout = torch.empty(shape).stride() if rows else tensor.stride()
-        example = torch.empty_strided(shape, layout, dtype=tensor.dtype)
+    def fake(like: Tensor, shape: Sequence[int], layout: Sequence[int], free: dict[int, DimDynamic]) -> Tensor:
+        example = torch.empty_strided(shape, layout, dtype=like.dtype)
+        kinds = [free.get(d, DimDynamic.STATIC) for d in range(len(shape))]
         return mode.from_tensor(example, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+
+    def of_rows(tensor: Tensor) -> Tensor:
+        shape = [ROWS if d == 1 else n for d, n in enumerate(tensor.shape)]
+        return fake(tensor, shape, torch.empty(shape).stride(), {1: DimDynamic.DUCK})
+
+    def itself(tensor: Tensor) -> Tensor:
+        layout = tensor.stride() if tensor.layout == torch.strided else torch.empty(tensor.shape).stride()
+        return fake(tensor, tensor.shape, layout, {})
+
+    def of_pass(tensor: Tensor, free: Sequence[int]) -> Tensor:
+        return fake(tensor, tensor.shape, tensor.stride(), dict.fromkeys(free, DimDynamic.DYNAMIC))
 
     given, spec = tree_flatten((args, kwargs))
     places = [i for i, value in enumerate(given) if isinstance(value, Tensor)]
-    flat: list[Any] = [_TracedPass() if hasattr(value, "attend") else value for value in given]
+    known = len(places) + len(own)
 
     def forward(*tensors: Tensor) -> Tensor:
-        values = list(flat)
+        values = [_TracedPass(tensors[known:]) if hasattr(value, "attend") else value for value in given]
         for place, tensor in zip(places, tensors, strict=False):
             values[place] = tensor
         args, kwargs = tree_unflatten(values, spec)
-        with _replaced(own, tensors[len(places) :]):
-            return layer(*args, **kwargs)
+        with _replaced(own, tensors[len(places) : known]):
+            return type(layer).forward(layer, *args, **kwargs)  # whatever stands in its place for now
 
-    fakes = [fake(flat[place], True) for place in places] + [fake(of[name], False) for of, name in own]
-    calls = _calls(linears, flat[places[0]].dtype)
+    fakes = [of_rows(given[place]) for place in places] + [itself(of[name]) for of, name in own]
+    fakes += [of_pass(tensor, free) for tensor, free in zip(reads, SLOT_READS, strict=False)]
+    calls = _calls(linears, given[places[0]].dtype)
     forwards = [(vars(linear), "forward") for linear in linears]
     with _replaced(forwards, calls), mode, enable_python_dispatcher():
-        return make_fx(forward, decomposition_table=select_decomp_table())(*fakes)
+        return _packed(make_fx(forward, decomposition_table=select_decomp_table())(*fakes))
+
+
+def _packed(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph with our own operator for products by packed weights: the compiler's wants these as constants."""
+    _lower_packed()
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.mkldnn._linear_pointwise.default):
+        node.target, node.args = torch.ops.specroll.packed.default, node.args[:3]
+    graph.recompile()
+    return graph
+
+
+@cache
+def _lower_packed() -> None:
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.mkldnn_ir import LinearUnary
+
+    @register_lowering(torch.ops.specroll.packed.default, type_promotion_kind=None)
+    def _(x: Any, weight: Any, bias: Any) -> Any:
+        return TensorBox.create(LinearUnary.create(x, weight, bias, "none", [], ""))
 
 
 Place = tuple[dict[str, Any], str]
@@ -158,6 +207,10 @@ def _is_call(node: fx.Node) -> bool:
     return node.target in (_LINEAR, _ATTEND)
 
 
+def _writes(node: fx.Node) -> bool:
+    return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+
+
 def _is_free(node: fx.Node) -> bool:
     """Whether nothing is to be computed for it: not worth a compiled piece."""
     return node.op != "call_function" or _is_call(node) or getattr(node.target, "is_view", False)
@@ -189,7 +242,10 @@ def together(*results: Any) -> tuple[Any, ...]:
 
 
 def _stages(graph: fx.GraphModule) -> dict[fx.Node, int]:
-    """In which part of the graph each node is, odd ones for calls: these as early as can be, all else as late."""
+    """In which part of the graph each node is, odd ones for calls: these as early as can be, and so is what writes.
+
+    All else is as late as can be.
+    """
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     stage: dict[fx.Node, int] = {}
     for node in nodes:
@@ -197,8 +253,11 @@ def _stages(graph: fx.GraphModule) -> dict[fx.Node, int]:
         stage[node] = before + (before % 2 != _is_call(node))
     last = max(stage.values()) // 2 * 2
     for node in reversed(nodes):
-        if not _is_call(node):
-            stage[node] = min((stage[user] // 2 * 2 for user in node.users if user in stage), default=last)
+        if not _is_call(node) and not _writes(node):
+            parts = [user for user in node.users if user.target == operator.getitem]
+            users = {user for of in (node, *parts) for user in of.users} - set(parts)
+            stage[node] = min((stage[user] // 2 * 2 for user in users if user in stage), default=last)
+            stage.update(dict.fromkeys(parts, stage[node]))  # results come as one
     return stage
 
 
@@ -211,6 +270,7 @@ def _compile(part: fx.GraphModule) -> Callable[..., Any]:
     inputs = [node.meta["val"] for node in part.graph.nodes if node.op == "placeholder"]
     with (
         tracing(TracingContext(detect_fake_mode(inputs))),
-        config.patch({"compile_threads": 1, "cpp.dynamic_threads": True}),
+        # A packed weight has no strides to check.
+        config.patch({"compile_threads": 1, "cpp.dynamic_threads": True, "size_asserts": False}),
     ):
         return compile_fx_inner(part, inputs)  # type: ignore[return-value]
