@@ -90,9 +90,9 @@ def fitted(rollouts: Rollouts, name: str, seed: int, updates: int, folder: Path)
         fitting.keep_best()
         heads.sharpness_K = judge.sharpness(heads)
         best = fitting.progress
-        save_file(dict(heads.state_dict()) | {"kl_K": best.best_kl_K}, path)
+        save_file(dict(heads.state_dict()) | {"kl_K": best.best_2K[0]}, path)
         path.with_suffix(".part").unlink()
-        told = f"{time.monotonic() - began:.0f} s, best at update {best.best_update}, KL {best.best_kl_K.tolist()}"
+        told = f"{time.monotonic() - began:.0f} s, best at update {best.best_update}, KL {best.best_2K[0].tolist()}"
         print(f"{name}, seed {seed}: {told}", flush=True)
     state = load_file(path)
     kl_K = state.pop("kl_K").tolist()

@@ -22,22 +22,23 @@ Identity = dict[str, int | float | str]
 
 @dataclass(slots=True)
 class Progress:
-    """How many updates were made, and the best weights so far, with their update and held-out KL by horizon."""
+    """How many updates were made, and the best weights so far, with their update and held-out losses by horizon, of
+    which the first counts (`Judge.losses`)."""
 
     update: int
-    first_kl_K: Tensor
-    best_kl_K: Tensor
+    first_2K: Tensor
+    best_2K: Tensor
     best_update: int
     best: dict[str, Tensor]
 
     @classmethod
-    def fresh(cls, heads: FutureHeads, kl_K: Tensor) -> Progress:
-        return cls(update=0, first_kl_K=kl_K.clone(), best_kl_K=kl_K.clone(), best_update=0, best=_weights(heads))
+    def fresh(cls, heads: FutureHeads, losses_2K: Tensor) -> Progress:
+        return cls(update=0, first_2K=losses_2K.clone(), best_2K=losses_2K.clone(), best_update=0, best=_weights(heads))
 
-    def consider(self, heads: FutureHeads, kl_K: Tensor) -> None:
+    def consider(self, heads: FutureHeads, losses_2K: Tensor) -> None:
         """Remember the present weights if their mean KL is lower than ever, or if nothing can judge them."""
-        if self.first_kl_K.isnan().all() or bool(kl_K.nanmean() < self.best_kl_K.nanmean()):
-            self.best_kl_K, self.best_update, self.best = kl_K.clone(), self.update, _weights(heads)
+        if self.first_2K[0].isnan().all() or bool(losses_2K[0].nanmean() < self.best_2K[0].nanmean()):
+            self.best_2K, self.best_update, self.best = losses_2K.clone(), self.update, _weights(heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,8 @@ def read_checkpoint(path: Path, identity: Identity) -> Checkpoint | None:
         tensors = load_tensors(payload)
         saved = json.loads(_metadata(payload)["fit"])
         best = {name.removeprefix("best."): weight for name, weight in tensors.items() if name.startswith("best.")}
-        kl = (tensors[f"progress.{name}"] for name in _PROGRESS)
-        progress = Progress(saved["update"], *kl, best_update=saved["best_update"], best=best)
+        losses = (tensors[f"progress.{name}"] for name in _PROGRESS)
+        progress = Progress(saved["update"], *losses, best_update=saved["best_update"], best=best)
     except (SafetensorError, KeyError, ValueError, struct.error) as error:
         raise ValueError(f"{path} is not a usable checkpoint of a fit ({error}); delete it to start anew") from error
     differs = sorted(key for key in identity if saved["identity"].get(key) != identity[key])
@@ -117,7 +118,7 @@ def read_checkpoint(path: Path, identity: Identity) -> Checkpoint | None:
     return Checkpoint(progress, tensors)
 
 
-_PROGRESS = ("first_kl_K", "best_kl_K")
+_PROGRESS = ("first_2K", "best_2K")
 
 
 def _weights(heads: FutureHeads) -> dict[str, Tensor]:

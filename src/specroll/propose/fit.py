@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specroll.config import ReflexName
+from specroll.device import multiplies_bfloat16
 from specroll.propose.checkpoint import Progress, read_checkpoint, write_checkpoint
 from specroll.propose.heads import FutureHeads
 from specroll.propose.judge import Judge, states
@@ -37,7 +38,6 @@ CLIP_NORM = 1.0
 DROPOUT = 0.3
 """Share of the inner activations that an update does without: a few hundred responses are soon known by heart."""
 JUDGEMENTS = 5
-"""How often the held-out trajectories are looked at during a fit."""
 SAVE_SECONDS = 20.0
 
 
@@ -55,8 +55,9 @@ class FitProgress:
 class FitReport:
     """What a fit came to. Before and after are on the held-out trajectories (on the others if none was held out).
 
-    `accepted_*` maps a number of nodes to accepted tokens per round, estimated teacher-forced. `kept_update` says
-    which update made the weights that were kept: 0 is those that they came with. `note` tells what went wrong.
+    `kl_*` are of the laws, `drawn_*` of the drawn tokens alone. `accepted_*` maps a number of nodes to accepted tokens
+    per round, estimated teacher-forced. `kept_update` says which update made the weights that were kept: 0 is those
+    that they came with. `note` tells what went wrong.
     """
 
     updates: int
@@ -66,6 +67,8 @@ class FitReport:
     draft_coverage: float
     kl_before_K: list[float]
     kl_after_K: list[float]
+    drawn_before_K: list[float]
+    drawn_after_K: list[float]
     accepted_before: dict[int, float]
     accepted_after: dict[int, float]
     kept_update: int
@@ -89,6 +92,7 @@ def fit(
     reflex: ReflexName = "associative",
     nodes: Sequence[int] = (8,),
     optimizer: torch.optim.Optimizer | None = None,
+    judgements: int = JUDGEMENTS,
     on_progress: Callable[[FitProgress], None] | None = None,
     checkpoint: Path | None = None,
 ) -> FitReport:
@@ -101,6 +105,7 @@ def fit(
         ranking, reflex: how proposals will be ranked and corrected, for the acceptance before and after.
         nodes: sizes of the trees to report acceptance for.
         optimizer: one that goes on from an earlier fit, by `adamw` [a new one].
+        judgements: how often the held-out trajectories are looked at on the way, the end included.
         checkpoint: a file to save to every 20 seconds and to go on from. Left in place at the end; delete it then.
 
     Raises:
@@ -116,7 +121,7 @@ def fit(
     judge = Judge(model, judges if any(t.token_T.numel() > 1 for t in judges) else learn, reflex)
     accepted_before = judge.acceptance(heads, nodes, ranking=ranking)
     fitting.start(judge, checkpoint)
-    note = fitting.run(judge, checkpoint, on_progress)
+    note = fitting.run(judge, checkpoint, on_progress, judgements)
     fitting.keep_best()
     heads.sharpness_K = judge.sharpness(heads)
     best = fitting.progress
@@ -129,8 +134,10 @@ def fit(
         held_out_trajectories=len(judges),
         draft_vocabulary=None if heads.vocabulary_V is None else heads.vocabulary_V.numel(),
         draft_coverage=float(inside_P.float().mean()),
-        kl_before_K=best.first_kl_K.tolist(),
-        kl_after_K=best.best_kl_K.tolist(),
+        kl_before_K=best.first_2K[0].tolist(),
+        kl_after_K=best.best_2K[0].tolist(),
+        drawn_before_K=best.first_2K[1].tolist(),
+        drawn_after_K=best.best_2K[1].tolist(),
         accepted_before=accepted_before,
         accepted_after=accepted_after,
         kept_update=best.best_update,
@@ -142,7 +149,7 @@ def fit(
 
 def adamw(heads: FutureHeads) -> torch.optim.Optimizer:
     """What heads are fitted with; each update sets its learning rate."""
-    return torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.98))
+    return torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.98), fused=True)
 
 
 class _Fit:
@@ -171,6 +178,8 @@ class _Fit:
         self.batch = min(batch_positions, self.start_P.numel())
         self.readout = Readout.of(model, heads.vocabulary_V)
         self.vocabulary_V = None if heads.vocabulary_V is None else heads.vocabulary_V.cpu()
+        self.rounded = model.dtype == torch.bfloat16 and multiplies_bfloat16(heads.first_BFI.device)
+        """Products in the model's own dtype, as a rollout has them; weights, losses and steps are float32 anyway."""
         self.loss, self.optimizer = loss, optimizer
         self.before = [parameter.detach().clone() for parameter in heads.parameters()]
         self.progress: Progress
@@ -193,13 +202,17 @@ class _Fit:
         """From the checkpoint if there is one, else from the heads as they are."""
         saved = None if checkpoint is None else read_checkpoint(checkpoint, self.identity())
         if saved is None:
-            self.progress = Progress.fresh(self.heads, judge.kl(self.heads))
+            self.progress = Progress.fresh(self.heads, judge.losses(self.heads))
         else:
             self.progress = saved.progress
             saved.restore(self.heads, self.optimizer)
 
     def run(
-        self, judge: Judge, checkpoint: Path | None, on_progress: Callable[[FitProgress], None] | None
+        self,
+        judge: Judge,
+        checkpoint: Path | None,
+        on_progress: Callable[[FitProgress], None] | None,
+        judgements: int = JUDGEMENTS,
     ) -> str | None:
         """All updates that are left. Returns what went wrong, or None."""
         first, began, saved = self.progress.update, time.monotonic(), time.monotonic()
@@ -211,8 +224,8 @@ class _Fit:
                     "before it. Try a lower learning rate, and check the model's hidden states for NaN"
                 )
             self.progress.update = update = self.progress.update + 1
-            if update == self.updates or update % math.ceil(self.updates / JUDGEMENTS) == 0:
-                self.progress.consider(self.heads, judge.kl(self.heads))
+            if update == self.updates or update % math.ceil(self.updates / judgements) == 0:
+                self.progress.consider(self.heads, judge.losses(self.heads))
             now = time.monotonic()
             if checkpoint is not None and (update == self.updates or now - saved > SAVE_SECONDS):
                 write_checkpoint(checkpoint, self.identity(), self.heads, self.optimizer, self.progress)
@@ -232,12 +245,14 @@ class _Fit:
         """One step; returns the batch's KL per horizon. The weights stay as they are when it is not finite."""
         position_B = self._batch(update)
         ahead_BK, exists_BK = self.samples.ahead(position_B, self.heads.horizons)
-        state_BKH = states(self.heads, self.model, self.samples, position_B, self._dropout(update))
+        dropout, dtype = self._dropout(update), torch.bfloat16 if self.rounded else torch.float32
+        state_BKH = states(self.heads, self.model, self.samples, position_B, dropout, dtype)
         # One horizon's logits at a time: their gradients meet again at the states.
         leaf_BKH = state_BKH.detach().requires_grad_()
+        logits = self.readout.own_logits if self.rounded else self.readout.logits
         kls = []
         for k in range(self.heads.horizons):
-            logits_BV = self.readout.logits(leaf_BKH[:, k])
+            logits_BV = logits(leaf_BKH[:, k])
             loss, kl = self.loss.of(self.samples, self.vocabulary_V, ahead_BK[:, k], exists_BK[:, k], logits_BV)
             loss.backward()
             kls.append(kl)
@@ -279,6 +294,6 @@ def _schedule(update: int, updates: int) -> float:
 
 
 def _regress_note(progress: Progress) -> str | None:
-    if progress.best_update or progress.first_kl_K.isnan().all():
+    if progress.best_update or progress.first_2K[0].isnan().all():
         return None
     return "no update did better on held-out responses, so the weights before are kept"

@@ -106,7 +106,11 @@ class FutureHeads(nn.Module):
         return {"state": 0, "root": 1, "path": self.horizons}[self.config.sees]
 
     def forward(
-        self, hidden_SH: Tensor, path_SJH: Tensor, drop: Callable[[Tensor], Tensor] = lambda inner: inner
+        self,
+        hidden_SH: Tensor,
+        path_SJH: Tensor,
+        drop: Callable[[Tensor], Tensor] = lambda inner: inner,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """States z_SKH (float32) that lm_head turns into the horizons' logits, each given that its path is right.
 
@@ -114,7 +118,10 @@ class FutureHeads(nn.Module):
             hidden_SH: the state that drew the root.
             path_SJH: embeddings of the path's tokens, the root first: `path_length` of them or more.
             drop: applied to each step's inner activations (dropout, while it learns).
+            dtype: of the products.
         """
+        # Once for all steps: a block's gradient would else be spread over all blocks in each.
+        first_BFI, second_BHF = (weight.to(dtype).unbind() for weight in (self.first_BFI, self.second_BHF))
         state_SH = hidden_SH.float()
         latest_JSH = rms_norm(path_SJH.float()).unbind(1)[: self.path_length]
         states_K: list[Tensor] = []
@@ -122,8 +129,8 @@ class FutureHeads(nn.Module):
             before_SH = states_K[-1] if self.shares and states_K else state_SH
             seen_SI = torch.cat((rms_norm(before_SH), *latest_JSH[k if self.shares else 0 :][:1]), dim=-1)
             block = 0 if self.shares else k
-            inner_SF = drop(F.silu(F.linear(seen_SI, self.first_BFI[block], self.bias_KF[k])))
-            states_K.append(before_SH + F.linear(inner_SF, self.second_BHF[block]))
+            told_SF = F.linear(seen_SI.to(dtype), first_BFI[block]).float() + self.bias_KF[k]
+            states_K.append(before_SH + F.linear(drop(F.silu(told_SF)).to(dtype), second_BHF[block]))
         return torch.stack(states_K, dim=1)
 
 

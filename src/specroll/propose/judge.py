@@ -72,23 +72,28 @@ class Judge:
         self.calibration_2PK: Tensor | None = None
         """`HitCalibrator.estimate_2PK` of the heads whose acceptance was asked for last."""
 
-    @torch.no_grad()
-    def kl(self, heads: FutureHeads, *, drawn: bool = False) -> Tensor:
+    def kl(self, heads: FutureHeads) -> Tensor:
         """KL(target || head) per horizon over the draft vocabulary, in nats, float64 [K] on the CPU.
 
-        With `drawn`, that of the drawn tokens instead of the laws: -log q. NaN where no position has that horizon.
+        NaN where no position has that horizon.
         """
+        return self.losses(heads)[0]
+
+    @torch.no_grad()
+    def losses(self, heads: FutureHeads) -> Tensor:
+        """The same, and that of the drawn tokens instead of the laws, -log q: [2, K]."""
         token_P, vocabulary_V = self.samples.token_P, _vocabulary(heads)
-        total_K2 = torch.zeros(heads.horizons, 2, dtype=torch.float64)
+        total_2K2 = torch.zeros(2, heads.horizons, 2, dtype=torch.float64)
         for position_B in _spread(self.start_P, KL_POSITIONS).split(_rows(heads)):
             logits_BKV = self._logits(heads, position_B)
             ahead_BK, exists_BK = self.samples.ahead(position_B, heads.horizons)
             for k in range(heads.horizons):
                 ahead_B = ahead_BK[:, k]
-                law = drawn_law(token_P[ahead_B], vocabulary_V) if drawn else self.samples.law(ahead_B, vocabulary_V)
-                kl_B, weight_B = kl_to(law, logits_BKV[:, k], exists_BK[:, k])
-                total_K2[k] += torch.stack((kl_B.double() @ weight_B.double(), weight_B.double().sum())).cpu()
-        return total_K2[:, 0] / total_K2[:, 1].where(total_K2[:, 1] > 0, torch.nan)
+                laws = self.samples.law(ahead_B, vocabulary_V), drawn_law(token_P[ahead_B], vocabulary_V)
+                for total_K2, law in zip(total_2K2, laws, strict=True):
+                    kl_B, weight_B = kl_to(law, logits_BKV[:, k], exists_BK[:, k])
+                    total_K2[k] += torch.stack((kl_B.double() @ weight_B.double(), weight_B.double().sum())).cpu()
+        return total_2K2[..., 0] / total_2K2[..., 1].where(total_2K2[..., 1] > 0, torch.nan)
 
     @torch.no_grad()
     def acceptance(
@@ -237,13 +242,14 @@ def states(
     samples: Samples,
     position_B: Tensor,
     drop: Callable[[Tensor], Tensor] = lambda inner: inner,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The heads' states z at positions of `samples`, along the paths that were drawn: [B, K, H] on their device."""
     device = heads.first_BFI.device
     ahead_BK, _ = samples.ahead(position_B, heads.horizons)
     path_BJ = torch.cat((position_B[:, None], ahead_BK), dim=1)[:, : heads.path_length]
     path_BJH = embed(model, samples.token_P[path_BJ].to(device))
-    return heads(samples.hidden_PH[position_B].to(device), path_BJH, drop)
+    return heads(samples.hidden_PH[position_B].to(device), path_BJH, drop, dtype)
 
 
 def kl_to(law: Law, logits_BV: Tensor, exists_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,8 @@ COOL_DOWN, MOST_COOL_DOWN = 4, 512
 LEAST_UPDATES, MOST_UPDATES = 8, 48
 RESERVED_UPDATES = 16
 """What a recording leaves the time for that is to lead to a refresh."""
+GUESSED_UPDATE = 0.3
+"""Of what a look at a window takes: an update, with its part of what judging a refresh takes, before the first one."""
 GUESSED_RECORDING = 0.1
 """Of a rollout's time: what recording and watching it take, as long as nothing is known."""
 
@@ -65,14 +67,14 @@ class Cadence:
         return self.rollouts < self.cool_until
 
     def may_record(self, urgent: bool, update_seconds: float | None = None) -> bool:
-        """Whether the coming rollout should be recorded. An update of unknown cost is taken for a look at a window."""
+        """Whether the coming rollout should be recorded. An update of unknown cost takes a part of what a look does."""
         if not self.rollouts:
             return False
         expected = self.record_seconds
         if expected is None:
             expected = GUESSED_RECORDING * self.rollout_seconds / self.rollouts
         if urgent:
-            refresh = RESERVED_UPDATES * (expected if update_seconds is None else update_seconds)
+            refresh = RESERVED_UPDATES * (GUESSED_UPDATE * expected if update_seconds is None else update_seconds)
             return expected + refresh <= self.left
         return self.since_recorded >= EVERY and self.spent + expected <= CALM_SHARE * self.share * self.rollout_seconds
 

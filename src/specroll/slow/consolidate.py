@@ -22,14 +22,14 @@ from specroll.config import ReflexName
 from specroll.propose.checkpoint import moments, restore_moments
 from specroll.propose.fit import FitReport, fit
 from specroll.propose.heads import FutureHeads
-from specroll.propose.judge import Judge
 from specroll.propose.loss import Loss
 from specroll.propose.samples import draft_vocabulary
 from specroll.types import Trajectory
 
 LOSS = Loss(token=0.1, proximal=0.01)
 LEARNING_RATE = 1e-3
-BATCH_POSITIONS = 256
+BATCH_POSITIONS = 64
+"""Few, as steps count for more than what each is made of."""
 NODES = 8
 """Size of the trees that accepted tokens are counted with."""
 
@@ -61,8 +61,6 @@ def consolidate(
     before = _Before(heads, optimizer)
     if heads.vocabulary_V is not None:  # what has become likely joins it, what teaches too few positions to tell stays
         heads.use_vocabulary(torch.cat((heads.vocabulary_V.cpu(), draft_vocabulary(teach))))
-    drawn = Judge(model, judge, reflex)
-    before_drawn = float(drawn.kl(heads, drawn=True).nanmean())
     with torch.enable_grad():
         report = fit(
             heads,
@@ -77,13 +75,19 @@ def consolidate(
             reflex=reflex,
             nodes=(NODES,),
             optimizer=optimizer,
+            judgements=1,
         )
     # A note tells of a loss that was not finite, or of a divergence that did not fall.
     accepts = report.accepted_after[NODES] >= report.accepted_before[NODES]
-    kept = report.note is None and accepts and float(drawn.kl(heads, drawn=True).nanmean()) <= before_drawn
+    kept = report.note is None and accepts and _mean(report.drawn_after_K) <= _mean(report.drawn_before_K)
     if not kept:
         before.restore(heads, optimizer)
     return kept, report
+
+
+def _mean(by_horizon: list[float]) -> float:
+    """Over the horizons that any position has."""
+    return float(torch.tensor(by_horizon).nanmean())
 
 
 class _Before:

@@ -1,11 +1,12 @@
 """Whether a head has got worse, and stays so: windows of a few hundred draws against a robust baseline.
 
-Knows numbers only: of each horizon, at places of the policy's own responses, whether the head's first candidate was
-drawn there, and its regret, the probability that its best candidates leave to better ones. Hits of the first horizon
-come of any rollout that speculates, all else only of one that is recorded; a window may lack either. A policy that
-moves lets hits fall and regret rise. Single windows do that by chance, and a rollout's responses tell of each other
-(its prompts are few, and differ). So each number is added up over windows as far as it is beyond what its baseline
-explains: Page's test, which finds a collapse in a few windows, what is slighter in more, and never goes by one alone.
+Knows numbers only. Of responses that were recorded, for each horizon: whether the head's first candidate was drawn, and
+its regret, the probability that its best candidates leave to better ones. Of any rollout that speculates: the first
+horizon's hits behind its roots, which make a number of their own. A policy that moves lets hits fall and regret rise.
+Single windows do that by chance, and a rollout's responses tell of each other (its prompts are few, and differ). So
+each number is added up over windows as far as it is beyond what its baseline explains: Page's test, which finds a
+collapse in a few windows, what is slighter in more, and never goes by one alone. To hold counted hits against how sure
+the heads were of them was tried: what prompts differ by shrinks by a fifth, and so does what a change shows.
 
     K  horizons    P  positions    X  responses
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -32,6 +33,9 @@ MOST_AT_ONCE = THRESHOLD - 1.0
 """What one window may add: it takes another to say the same."""
 LEAST = 0.02
 """Changes of a hit rate or a regret below this are not worth a refresh, however sure they are."""
+USUAL, USUAL_DRAWS, USUAL_FREEDOM = 0.07, 250.0, 6.0
+"""What counted hits of rollouts of one prompt vary by, a little more than was measured (larger windows are of more
+prompts, and vary less); how many draws these had; the degrees of freedom that it is worth beside a young baseline."""
 _FREEDOM = 0.5
 """Degrees of freedom that a median's deviations have, for each window but the first: extremes are as likely."""
 _MAD_TO_STD, _MEDIAN = 1.4826, math.pi / 2
@@ -59,18 +63,6 @@ class Window:
         regret, regret_error = _mean(regret_PK.double(), exists_PK, response_P)
         return cls(hits, regret, hits_error, regret_error)
 
-    @classmethod
-    def counted(cls, draws: float, hits: float, horizons: int) -> Window:
-        """Of counted draws of the first horizon, at least one, whose responses are not known apart."""
-        share = hits / draws
-        error = _ALIKE * math.sqrt(max(share * (1 - share), _LEAST_VARIANCE) / draws)
-        unknown = (math.nan,) * horizons
-        return cls((share, *unknown[1:]), unknown, (error, *unknown[1:]), unknown)
-
-    def without_first_hits(self) -> Window:
-        """For where these are counted elsewhere: at roots alone, which makes another number of them."""
-        return replace(self, hits=(math.nan, *self.hits[1:]))
-
 
 @dataclass(slots=True)
 class _Series:
@@ -82,13 +74,14 @@ class _Series:
     worse: float = 0.0
     better: float = 0.0
 
-    def observe(self, value: float, error: float) -> None:
+    def observe(self, value: float, error: float, usual: float = 0.0) -> None:
+        """`usual`: the spread that such windows are known to have; 0 where nothing is known of it."""
         if not math.isfinite(value):
             return
         if len(self.baseline) < BASELINE:
             self.baseline.append(value)
             return
-        score = _score(self.baseline, value, error)
+        score = _score(self.baseline, value, error, usual)
         slack = SLACK + len(self.baseline) ** -0.5
         self.worse, self.better = _added(self.worse, score - slack), _added(self.better, -score - slack)
         self.waiting = [*self.waiting, value][-MOST_BASELINE:]
@@ -110,21 +103,29 @@ class DriftMonitor:
     def __init__(self, horizons: int) -> None:
         self.horizons = horizons
         self._hits, self._regret = ([_Series() for _ in range(horizons)] for _ in range(2))
+        self._counted = [_Series()]
 
     def observe(self, window: Window) -> None:
         for k in range(self.horizons):
             self._hits[k].observe(-window.hits[k], window.hits_error[k])
             self._regret[k].observe(window.regret[k], window.regret_error[k])
 
+    def count(self, draws: float, hits: float) -> None:
+        """A window of the first horizon's draws, at least one, whose responses are not known apart."""
+        share = hits / draws
+        error = _ALIKE * math.sqrt(max(share * (1 - share), _LEAST_VARIANCE) / draws)
+        self._counted[0].observe(-share, error, USUAL * math.sqrt(min(1.0, USUAL_DRAWS / draws)))
+
     def forgive(self) -> None:
         """The heads have been taught: what they did before does not count, what they were once worth still does."""
-        for series in (*self._hits, *self._regret):
+        for series in (*self._hits, *self._regret, *self._counted):
             series.forgive()
 
     @property
     def score_K(self) -> list[float]:
         """How far beyond the baseline they have been of late, summed over windows: above `THRESHOLD` they got worse."""
-        return [max(hits.worse, regret.worse) for hits, regret in zip(self._hits, self._regret, strict=True)]
+        score_K = [max(hits.worse, regret.worse) for hits, regret in zip(self._hits, self._regret, strict=True)]
+        return [max(score_K[0], self._counted[0].worse), *score_K[1:]]
 
     @property
     def suspects(self) -> bool:
@@ -143,15 +144,15 @@ class DriftMonitor:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave. Raises ValueError for that of another number of heads, or for none at all."""
         try:
-            hits, regret = ([_Series(**series) for series in state[name]] for name in _NUMBERS)
+            hits, regret, counted = ([_Series(**series) for series in state[name]] for name in _NUMBERS)
         except (KeyError, TypeError) as error:
             raise ValueError(f"the drift monitor's state is damaged ({error!r})") from error
-        if len(hits) != self.horizons or len(regret) != self.horizons:
+        if (len(hits), len(regret), len(counted)) != (self.horizons, self.horizons, 1):
             raise ValueError(f"the drift monitor's state is not of {self.horizons} heads")
-        self._hits, self._regret = hits, regret
+        self._hits, self._regret, self._counted = hits, regret, counted
 
 
-_NUMBERS = ("hits", "regret")
+_NUMBERS = ("hits", "regret", "counted")
 
 
 def _added(total: float, beyond: float) -> float:
@@ -171,13 +172,15 @@ def _mean(value_PK: Tensor, exists_PK: Tensor, response_P: Tensor) -> tuple[tupl
     return tuple(mean_K.tolist()), tuple(error_K.tolist())
 
 
-def _score(baseline: Sequence[float], value: float, error: float) -> float:
+def _score(baseline: Sequence[float], value: float, error: float, usual: float) -> float:
     """Standard deviations that a window's mean lies above the baseline's median, as a normal law would have them."""
     middle, known = median(baseline), len(baseline)
-    spread = _FEW * _MAD_TO_STD * median(abs(b - middle) for b in baseline)
+    spread, freedom = _FEW * _MAD_TO_STD * median(abs(b - middle) for b in baseline), _FREEDOM * (known - 1)
+    if usual:
+        spread = math.sqrt((freedom * spread**2 + USUAL_FREEDOM * usual**2) / (freedom + USUAL_FREEDOM))
+        freedom += USUAL_FREEDOM
     # The few windows of a baseline may agree by chance: no less than what the responses make of two means.
     sampling = error * math.sqrt(1 + 1 / known) if math.isfinite(error) else 0.0
     off = (value - middle) / max(spread * math.sqrt(1 + _MEDIAN / known), sampling, LEAST / SLACK)
     # A spread that few windows tell makes for wide tails, as of Student's law: brought in to those of the normal one.
-    freedom = _FREEDOM * (known - 1)
     return math.copysign(math.sqrt(freedom * math.log1p(off * off / freedom)), off)

@@ -29,7 +29,7 @@ from specroll.propose.fit import adamw, fit
 from specroll.propose.heads import FutureHeads
 from specroll.propose.judge import Judge
 from specroll.propose.samples import draft_vocabulary
-from specroll.slow.cadence import Cadence
+from specroll.slow.cadence import GUESSED_UPDATE, Cadence
 from specroll.slow.cold import ColdStart
 from specroll.slow.consolidate import Refresh, consolidate
 from specroll.slow.drift import DriftMonitor, Window
@@ -42,8 +42,8 @@ POSITIONS = 8_192
 """The same afterwards: what the policy did long ago is no guide to what it does."""
 WINDOW = 512
 """Recorded tokens that heads are watched on at once, at the least."""
-DRAWS = 200
-"""The same of draws that are only counted. Fewer than a small rollout has: windows are of one rollout or more."""
+DRAWS = 100
+"""The same of draws that are only counted. Fewer than a small rollout has: windows are of one rollout, if possible."""
 TAUGHT = 1024
 """Least tokens that a refresh learns from, beside those that judge it."""
 COLD_BATCH_POSITIONS = 256
@@ -96,7 +96,6 @@ class SlowPath:
         self._fresh = Reservoir(POSITIONS)
         """Responses that heads have not been watched on yet."""
         self._tally = [0.0, 0.0]  # draws of the first horizon and hits, since the latest window of them
-        self._tallied = False  # whether these are counted in rollouts, or are to be seen in what is recorded
         self._told = False  # whether heads were suspected already on some of what is in the reservoir
 
     @property
@@ -192,7 +191,8 @@ class SlowPath:
         """See what heads alone are worth on what is fresh. Returns what that took."""
         started = time.perf_counter()
         window = Window.of(*Judge(self.model, self._fresh.trajectories, reflex="off").records(self.heads))
-        self._observe(window.without_first_hits() if self._tallied else window)
+        self.monitor.observe(window)
+        self.measures["drift_score"] = max(self.monitor.score_K)
         regrets = [regret for regret in window.regret if math.isfinite(regret)]
         if regrets:
             self.measures["regret"] = sum(regrets) / len(regrets)
@@ -202,15 +202,11 @@ class SlowPath:
 
     def _count(self, tally: Sequence[float]) -> None:
         """Counted hits make a window by themselves as soon as there are enough."""
-        self._tallied = True
         draws, hits = self._tally = [a + b for a, b in zip(self._tally, tally, strict=True)]
         if draws >= DRAWS:
-            self._observe(Window.counted(draws, hits, self.heads.horizons))
+            self.monitor.count(draws, hits)
+            self.measures["drift_score"] = max(self.monitor.score_K)
             self._tally = [0.0, 0.0]
-
-    def _observe(self, window: Window) -> None:
-        self.monitor.observe(window)
-        self.measures["drift_score"] = max(self.monitor.score_K)
 
     def _refresh(self, watching: float) -> bool:
         """Teach heads that got worse and stayed so, if the time allows it. Returns whether they changed."""
@@ -218,8 +214,7 @@ class SlowPath:
         degraded = tuple(k + 1 for k, worse in enumerate(worse_K) if worse)
         # What is fresh judges: without earlier responses of this kind, heads would be taught what they know already.
         due = bool(degraded) and self._told
-        # Before the first refresh: an update costs about as much as a look at a window.
-        updates = self.cadence.updates(self._update_seconds or watching) if due else 0
+        updates = self.cadence.updates(self._update_seconds or GUESSED_UPDATE * watching) if due else 0
         if not updates or self.reservoir.positions < TAUGHT or not self.reservoir.teaches:
             return False
         started = time.perf_counter()
@@ -280,7 +275,7 @@ class SlowPath:
         restore_moments(self.heads, self.optimizer, tensors)
 
 
-_COUNTS = ("version", "triggers", "refused", "seconds", "_update_seconds", "_tally", "_tallied", "_told")
+_COUNTS = ("version", "triggers", "refused", "seconds", "_update_seconds", "_tally", "_told")
 _PARTS = ("cold", "cadence", "monitor", "reservoir", "_fresh")
 
 

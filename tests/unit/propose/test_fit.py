@@ -1,5 +1,6 @@
 """Fitting on toy worlds: what can be learned is learned, what was interrupted goes on, what gets worse is undone."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -223,7 +224,7 @@ def test_the_loss_pulls_towards_drawn_tokens_and_the_weights_before(model: Llama
         before = [parameter.detach().clone() for parameter in heads.parameters()]
         taught = [lied(t) for t in world()]
         fit(heads, model, taught, updates=40, batch_positions=128, lr=5e-3, loss=loss, held_out=world(seed=5))
-        likelihood[name] = -float(judge.kl(heads, drawn=True)[0])
+        likelihood[name] = -float(judge.losses(heads)[1, 0])
         moved[name] = sum(
             float((p.detach() - b).square().sum()) for p, b in zip(heads.parameters(), before, strict=True)
         )
@@ -239,6 +240,8 @@ def test_chosen_responses_judge_and_an_optimiser_goes_on(model: LlamaForCausalLM
     torch.testing.assert_close(
         Judge(model, others).kl(heads), torch.tensor(report.kl_after_K, dtype=torch.float64), rtol=0, atol=1e-6
     )
+    assert report.drawn_after_K == pytest.approx(Judge(model, others).losses(heads)[1].tolist(), abs=1e-6)
+    assert all(after < before for after, before in zip(report.drawn_after_K, report.drawn_before_K, strict=True))
     run(model, heads, updates=5, held_out=others, optimizer=optimizer)
     assert {float(state["step"]) for state in optimizer.state.values()} == {10.0}
 
@@ -258,3 +261,57 @@ def test_records_tell_hits_and_regret_of_each_horizon(model: LlamaForCausalLM) -
     assert bool((after.regret_PK[exists_P].mean(0) < 0.1).all())
     # Four of twelve equally unlikely tokens, and the likely one among them or not.
     assert bool((before.regret_PK[exists_P].mean(0) > 0.3).all())
+
+
+@pytest.mark.parametrize("judgements", [1, 3])
+def test_held_out_responses_are_looked_at_as_often_as_was_asked_for(
+    model: LlamaForCausalLM, judgements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    real = Judge.losses
+    monkeypatch.setattr(Judge, "losses", lambda self, heads: looks.append(1) or real(self, heads))
+    report = run(model, heads_of(model), updates=9, judgements=judgements)
+    assert len(looks) == 1 + judgements and report.kept_update == 9
+
+
+def test_both_losses_are_those_of_each_alone(model: LlamaForCausalLM) -> None:
+    """Of laws that leave no doubt, both are the same; of others, the drawn tokens' is higher by about the entropy."""
+    heads = heads_of(model)
+    run(model, heads)
+
+    def certain(trajectory: Trajectory) -> Trajectory:
+        sure_TC = torch.where(trajectory.top_token_TC == trajectory.token_T[:, None], 0.0, -torch.inf)
+        return Trajectory(trajectory.hidden_TH, trajectory.token_T, trajectory.top_token_TC, sure_TC)
+
+    law_K, drawn_K = Judge(model, [certain(t) for t in world(seed=5)]).losses(heads)
+    torch.testing.assert_close(law_K, drawn_K)
+    kl_K, same_K = Judge(model, world(seed=5)).losses(heads)
+    torch.testing.assert_close(same_K, drawn_K)
+    entropy = -(0.8 * math.log(0.8) + 0.2 * math.log(0.2 / 11))
+    assert (drawn_K - kl_K).tolist() == pytest.approx([entropy] * 2, abs=0.3)
+
+
+def test_products_in_the_models_own_dtype_teach_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device has units for them. What is stored, and what is stepped, stays float32."""
+    model = markov_model().bfloat16()
+    real, kls = torch.nn.functional.linear, {}
+    for units in (False, True):
+        made: set[torch.dtype] = set()
+
+        def linear(*given: Tensor, made: set[torch.dtype] = made) -> Tensor:
+            product = real(*given)
+            made.add(product.dtype)
+            return product
+
+        heads = heads_of(model)
+        with monkeypatch.context() as patched:  # so that all products are those of updates
+            patched.setattr(fit_module, "multiplies_bfloat16", lambda device, units=units: units)
+            patched.setattr(Judge, "losses", lambda self, heads: torch.full((2, 2), torch.nan))
+            patched.setattr(Judge, "acceptance", lambda self, heads, nodes, **_: dict.fromkeys(nodes, 0.0))
+            patched.setattr(Judge, "sharpness", lambda self, heads: heads.sharpness_K)
+            patched.setattr(torch.nn.functional, "linear", linear)
+            run(model, heads)
+        assert made == {torch.bfloat16 if units else torch.float32}
+        assert {parameter.dtype for parameter in heads.parameters()} == {torch.float32}
+        kls[units] = Judge(model, world(seed=5)).kl(heads)
+    assert float(kls[True][0]) < 0.2 and float((kls[True] - kls[False]).abs().max()) < 0.03

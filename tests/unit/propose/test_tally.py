@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specroll.config import ReflexName
+from specroll.budget import FixedPlanner
+from specroll.config import EngineConfig, ReflexName
+from specroll.engine import Engine
 from specroll.propose import proposer as proposer_module
 from specroll.propose.proposer import HeadsProposer
 from specroll.propose.tally import Tally
 from specroll.reflex.associative import AssociativeRecall
 from specroll.tree.grow import grow
-from specroll.types import Draft, Draws, Features, SamplingParams, Tree, Verdict
+from specroll.types import Draft, Draws, Features, Request, SamplingParams, Tree, Verdict
 from specroll.verify.walk import walk
 from tiny import tiny, tiny_heads
 
@@ -125,3 +127,25 @@ def test_reflex_does_not_write_into_what_the_heads_said(monkeypatch: pytest.Monk
     monkeypatch.setattr(HeadsProposer, "_first", lambda self, *parts: order.append("lean") or first(self, *parts))
     proposer("associative").propose(features())
     assert order[0] == "lean" and order.count("lean") == 1
+
+
+class Probing(FixedPlanner):
+    """A budget that has stepped down: one round in four looks whether that is still right."""
+
+    rounds = 0
+
+    def nodes(self, running: int, context: float = 0.0) -> int:
+        self.rounds += 1
+        return 0 if self.rounds % 4 else super().nodes(running, context)
+
+
+def test_probes_are_counted_while_speculation_is_stepped_down() -> None:
+    model = tiny("llama")
+    watched = HeadsProposer(tiny_heads(), model, watched=True)
+    engine = Engine(model, proposer=watched, rule=Probing(2), config=EngineConfig(max_running=2), eos_ids=[])
+    requests = [Request(prompt_ids=(3, 4, 5), sample=i, max_new_tokens=20) for i in range(3)]
+    rounds = engine.generate(requests, SamplingParams()).rounds
+    probes = [r.running for r in rounds if r.proposed]
+    assert watched.tally is not None
+    draws, _ = watched.tally.take()
+    assert len(probes) == len(rounds) // 4 >= 4 and draws == sum(probes)

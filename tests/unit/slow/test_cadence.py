@@ -11,6 +11,7 @@ from specroll.slow.cadence import (
     CALM_SHARE,
     COOL_DOWN,
     EVERY,
+    GUESSED_UPDATE,
     LEAST_UPDATES,
     MOST_COOL_DOWN,
     MOST_UPDATES,
@@ -64,7 +65,9 @@ def test_a_suspicion_is_followed_up_at_once_if_a_refresh_remains_possible() -> N
     assert cadence.may_record(urgent=True, update_seconds=update)
     cadence.spend(0.1)
     assert not cadence.may_record(urgent=True, update_seconds=update)
-    assert not cadence.may_record(urgent=True), "an update of unknown cost takes as long as a look"
+    assert not cadence.may_record(urgent=True), "an update of unknown cost takes a part of a look"
+    cadence.spend(cadence.left - 1.0 - RESERVED_UPDATES * GUESSED_UPDATE * 1.0)
+    assert cadence.may_record(urgent=True) and not cadence.may_record(urgent=True, update_seconds=2 * GUESSED_UPDATE)
 
 
 def test_calm_recording_leaves_most_of_the_share_to_refreshes() -> None:

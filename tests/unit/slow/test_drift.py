@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from specroll.slow.drift import BASELINE, MOST_BASELINE, THRESHOLD, DriftMonitor, Window
+from specroll.slow.path import DRAWS
 
+Counts = tuple[float, float]
+"""Draws and hits among them."""
 HITS = torch.tensor([0.54, 0.45, 0.4, 0.35])
 REGRET = torch.tensor([0.08, 0.15, 0.2, 0.25])
 SIBLINGS, LENGTH = 8, 32
@@ -37,10 +40,13 @@ def windows(seed: int, worse: Tensor | float = 0.0, prompts: int = 4) -> Iterato
         )
 
 
-def watched(monitor: DriftMonitor, many: Iterable[Window], count: int) -> list[list[bool]]:
+def watched(monitor: DriftMonitor, many: Iterable[Window | Counts], count: int) -> list[list[bool]]:
     degraded = []
     for _, window in zip(range(count), many, strict=False):
-        monitor.observe(window)
+        if isinstance(window, tuple):
+            monitor.count(*window)
+        else:
+            monitor.observe(window)
         degraded.append(monitor.degraded_K)
     return degraded
 
@@ -154,29 +160,39 @@ def test_a_restored_monitor_goes_on_as_the_saved_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"hits": 3, "regret": []}, {"hits": [{"best": 1}], "regret": []}, {"hits": [{}], "regret": [{}]}]
+    "state",
+    [
+        {},
+        {"hits": 3, "regret": [], "counted": []},
+        {"hits": [{"best": 1}], "regret": [], "counted": []},
+        {"hits": [{}], "regret": [{}], "counted": [{}]},
+        {"hits": [{}] * 4, "regret": [{}] * 4, "counted": []},
+        {"hits": [{}] * 4, "regret": [{}] * 4},
+    ],
 )
 def test_a_damaged_state_is_refused(state: dict) -> None:
     with pytest.raises(ValueError, match="drift monitor's state is"):
         DriftMonitor(4).restore(state)
 
 
-def rollouts(seed: int, rate: float, spread: float, draws: int = 240) -> Iterator[Window]:
-    """Windows of counted hits alone, each of one rollout: eight responses to one prompt, which is easier or harder."""
+def rollouts(seed: int, rate: float, spread: float, draws: int = 240) -> Iterator[Counts]:
+    """Windows of counted hits, each of one rollout: eight responses to one prompt, which is easier or harder."""
     chance = random.Random(seed)
     while True:
         share = min(max(chance.gauss(rate, spread), 0.0), 1.0)
-        yield Window.counted(draws, sum(chance.random() < share for _ in range(draws)), 4)
+        yield draws, sum(chance.random() < share for _ in range(draws))
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.03, 0.06])
-def test_counted_hits_hardly_ever_trigger_by_chance(spread: float) -> None:
+@pytest.mark.parametrize("draws", [DRAWS, 240])
+@pytest.mark.parametrize("spread", [0.0, 0.03, 0.06, 0.09])
+def test_counted_hits_hardly_ever_trigger_by_chance(spread: float, draws: int) -> None:
     """Draws as independent as they can be, and rollouts that differ by prompt."""
     triggers = 0
     for seed in range(100):
         monitor = DriftMonitor(4)
-        for now in watched(monitor, rollouts(seed, 0.54, spread), BASELINE + 40):
-            if any(now):
+        many = rollouts(seed, 0.54, spread, draws)
+        for _ in range(BASELINE + 40):
+            if any(watched(monitor, many, 1)[0]):
                 triggers += 1
                 monitor.forgive()
     assert 1000 * triggers / 4000 <= 1.0, triggers
@@ -185,44 +201,66 @@ def test_counted_hits_hardly_ever_trigger_by_chance(spread: float) -> None:
 @pytest.mark.parametrize(("spread", "half", "most"), [(0.0, 4, 5), (0.03, 4, 7), (0.05, 7, 12)])
 def test_a_collapse_shows_in_a_few_rollouts_hits(spread: float, half: int, most: int) -> None:
     """A third fewer hits from one rollout to the next: half of the runs notice in `half`, three in four in `most`."""
+    took = noticed(spread, BASELINE + 14)
+    assert took[30] <= half and took[45] <= most, took
+
+
+def test_a_collapse_shows_soon_behind_a_young_baseline() -> None:
+    """What rollouts usually differ by is known before eight of them can tell."""
+    took = noticed(0.05, BASELINE + 2)
+    assert took[30] <= 8 and took[45] <= 12, took
+
+
+def test_many_prompts_together_differ_less() -> None:
+    """A slight fall in rollouts of thousands of draws, that one of a single prompt would hide."""
+    took = []
+    for seed in range(20):
+        monitor = DriftMonitor(1)
+        watched(monitor, rollouts(seed, 0.54, 0.01, 2400), BASELINE + 2)
+        degraded = watched(monitor, rollouts(1000 + seed, 0.44, 0.01, 2400), 40)
+        took.append(next((i + 1 for i, now in enumerate(degraded) if any(now)), 99))
+    assert sorted(took)[10] <= 5, took
+
+
+def noticed(spread: float, before: int) -> list[int]:
+    """In how many windows of a collapse each of sixty monitors finds it, the soonest first; 99 where one does not."""
     took = []
     for seed in range(60):
         monitor = DriftMonitor(4)
-        watched(monitor, rollouts(seed, 0.54, spread), BASELINE + 14)
+        watched(monitor, rollouts(seed, 0.54, spread), before)
         monitor.forgive()
         degraded = watched(monitor, rollouts(1000 + seed, 0.36, spread), 40)
         assert not any(degraded[0]), "one window alone is never enough"
         assert all(not any(now[1:]) for now in degraded), "only the first horizon was seen"
         took.append(next((i + 1 for i, now in enumerate(degraded) if any(now)), 99))
-    took.sort()
-    assert took[30] <= half and took[45] <= most, took
+    return sorted(took)
 
 
 def test_windows_of_a_change_do_not_become_the_baseline() -> None:
     """What is slight takes several windows to show: they wait until it is known what they are."""
     monitor = DriftMonitor(1)
     for hits in (0.5, 0.52, 0.48, 0.51, 0.49, 0.5) * 2:
-        monitor.observe(Window.counted(1000, 1000 * hits, 1))
-    known = monitor.state()["hits"][0]["baseline"]
+        monitor.count(1000, 1000 * hits)
+    known = monitor.state()["counted"][0]["baseline"]
     for _ in range(3):
-        monitor.observe(Window.counted(1000, 420, 1))
-    assert 0.0 < monitor.score_K[0] < THRESHOLD and monitor.state()["hits"][0]["baseline"] == known
+        monitor.count(1000, 420)
+    assert 0.0 < monitor.score_K[0] < THRESHOLD and monitor.state()["counted"][0]["baseline"] == known
     for _ in range(20):
-        monitor.observe(Window.counted(1000, 500, 1))
-    state = monitor.state()["hits"][0]
+        monitor.count(1000, 500)
+    state = monitor.state()["counted"][0]
     assert monitor.score_K == [0.0] and state["baseline"].count(-0.42) == 3 and not state["waiting"]
 
 
 def test_one_window_is_never_enough_however_bad() -> None:
     monitor = DriftMonitor(1)
     for _ in range(BASELINE + 20):
-        monitor.observe(Window.counted(10**6, 500_000, 1))
-    monitor.observe(Window.counted(10**6, 0, 1))
+        monitor.count(10**6, 500_000)
+    monitor.count(10**6, 0)
     assert monitor.suspects and monitor.degraded_K == [False]
-    monitor.observe(Window.counted(10**6, 0, 1))
+    monitor.count(10**6, 0)
     assert monitor.degraded_K == [True]
     for _ in range(50):
-        monitor.observe(Window.counted(10**6, 0, 1))
+        monitor.count(10**6, 0)
     assert monitor.score_K[0] <= 2 * THRESHOLD, "a policy that comes back is soon believed"
 
 
@@ -236,7 +274,5 @@ def test_what_a_window_lacks_it_says_nothing_of() -> None:
     assert monitor.suspects, "regret alone is enough"
     few = DriftMonitor(4)
     watched(few, rollouts(1, 0.54, 0.0), 3 * BASELINE)
-    for seed in range(BASELINE):
-        few.observe(next(windows(seed, worse=0.3)).without_first_hits())
-    assert few.score_K[1:] == [0.0] * 3, "counted hits make no baseline for what is recorded"
-    assert few.score_K[0] == 0.0, "nor recorded hits any for what is counted"
+    watched(few, windows(1, worse=0.3), BASELINE)
+    assert few.score_K == [0.0] * 4, "counted hits make no baseline for what is recorded, nor that for them"

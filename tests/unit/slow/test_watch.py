@@ -310,14 +310,31 @@ def test_hits_that_are_counted_in_rollouts_cost_nothing_and_call_for_a_look(slow
     assert sum(changed) == 1 and slow.report is not None and slow.report.kept and 1 in slow.report.degraded
 
 
-def test_counted_hits_take_the_place_of_those_that_are_recorded(slow: SlowPath) -> None:
+def test_counted_hits_stand_beside_those_that_are_recorded(slow: SlowPath) -> None:
     """They are of roots alone, so one says nothing of the other."""
     for trajectory in rollout(0, chain=0):
         slow.record(trajectory)
-    slow.learn(LONG, tally=tally(0.8, path.DRAWS))
-    first, second = (series["baseline"] for series in slow.monitor.state()["hits"])
-    assert first == [pytest.approx(-0.8)] and len(second) == 1
-    assert [len(series["baseline"]) for series in slow.monitor.state()["regret"]] == [1, 1]
+    slow.learn(LONG, tally=tally(0.7, path.DRAWS))
+    state = slow.monitor.state()
+    assert [series["baseline"] for series in state["counted"]] == [[pytest.approx(-0.7)]]
+    assert [len(series["baseline"]) for series in (*state["hits"], *state["regret"])] == [1] * 4
+
+
+def test_recorded_responses_show_a_change_while_nothing_speculates(slow: SlowPath) -> None:
+    """Heads that were counted once and are asked no more, as the budget has stepped down: the first horizon as well."""
+    for seed in range(cadence.EVERY * (BASELINE + 2)):
+        if slow.wants_more:
+            for trajectory in rollout(seed, chain=0):
+                slow.record(trajectory)
+        slow.learn(LONG, tally=tally(0.8))
+    for seed in range(500, 500 + 2 * cadence.EVERY):
+        if slow.wants_more:
+            for trajectory in rollout(seed, chain=1):
+                slow.record(trajectory)
+        slow.learn(LONG, tally=tally(0.8, 0.0))
+        if slow.monitor.suspects:
+            break
+    assert slow.monitor._hits[0].worse > THRESHOLD / 2
 
 
 def test_a_refresh_waits_for_earlier_responses_of_the_new_kind(slow: SlowPath) -> None:
@@ -358,7 +375,7 @@ def test_counted_hits_are_saved_as_well(model: LlamaForCausalLM, slow: SlowPath,
     again.load(tmp_path)
     again.learn(LONG, tally=tally(0.8))
     assert "drift_score" in again.measures
-    assert again.monitor.state()["hits"][0]["baseline"] == [pytest.approx(-0.8)]
+    assert again.monitor.state()["counted"][0]["baseline"] == [pytest.approx(-0.8)]
 
 
 def test_a_refresh_waits_for_enough_to_learn_from(slow: SlowPath, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +383,35 @@ def test_a_refresh_waits_for_enough_to_learn_from(slow: SlowPath, monkeypatch: p
     monkeypatch.setattr(path, "TAUGHT", 10**6)
     go(slow, 4 * SOON, first=500, chain=1)
     assert any(slow.monitor.degraded_K) and slow.triggers == 0
+
+
+def test_the_first_refresh_takes_what_is_guessed_from_a_look(slow: SlowPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update is much cheaper than a look: where that is left, the first refresh need not wait for more time."""
+    settle(slow)
+    look, updates = 100.0, 20
+
+    def watch(self: SlowPath) -> float:
+        real(self)
+        return look
+
+    def teach(*args: Any, **settings: Any) -> Any:
+        asked.append(settings["updates"])
+        return consolidate(*args, **settings)
+
+    asked: list[int] = []
+    real, consolidate = SlowPath._watch, path.consolidate
+    monkeypatch.setattr(SlowPath, "_watch", watch)
+    monkeypatch.setattr(path, "consolidate", teach)
+    slow.alarmed = True
+    for seed in range(500, 503):
+        for trajectory in rollout(seed, chain=1):
+            slow.record(trajectory)
+        slow.cadence.spent = slow.cadence.share * (slow.cadence.rollout_seconds + LONG) - look
+        slow.cadence.spent -= (updates + 0.5) * cadence.GUESSED_UPDATE * look
+        slow.learn(LONG)
+        if asked:
+            break
+    assert asked == [updates]
 
 
 def test_an_alarm_calls_for_a_look(slow: SlowPath) -> None:
