@@ -134,10 +134,11 @@ def _find(logits_NV: Tensor, temperature: float, find: Callable[[Scores, slice],
     for rows in reader.chunks:
         scores = reader.read(rows, temperature)
         row_M, token_M = find(scores, rows)
-        score_M, logp_M = scores.score_M(row_M, token_M), scores.logp_M(row_M, token_M)
-        logp_raw_M = logp_M
+        score_M = scores.score_M(row_M, token_M)
+        logp_raw_M = logp_M = scores.logp_M(row_M, score_M)
         if temperature != 1:
-            logp_raw_M = reader.read(rows, 1.0).logp_M(row_M, token_M)
+            raw = reader.read(rows, 1.0)
+            logp_raw_M = raw.logp_M(row_M, raw.score_M(row_M, token_M))
         parts.append(_Found(row_M + rows.start, token_M, score_M, logp_M, logp_raw_M, scores.top_N, scores.total_N))
     return parts[0] if len(parts) == 1 else _Found(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 

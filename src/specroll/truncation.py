@@ -28,6 +28,7 @@ _ROUNDING = 1e-5  # relative, of sums in float32
 _UNITS = 2.0**50  # a probability as an integer that float64 holds: every sum of a row is exact
 _BINS = 512  # 16 an octave: the width of a bin is 2^19 in the bits of a float32
 _ONE_BITS = 0x3F800000  # the bits of 1.0
+_FEW = 4096  # tokens of all rows that are sorted sooner than told apart by bins
 
 
 class BadLogitsError(ValueError):
@@ -48,9 +49,9 @@ class Scores:
     def score_M(self, row_M: Tensor, token_M: Tensor) -> Tensor:
         return self.score_NP.view(-1).index_select(0, row_M * self.score_NP.shape[1] + token_M)
 
-    def logp_M(self, row_M: Tensor, token_M: Tensor) -> Tensor:
-        """log p of tokens before any truncation."""
-        return (self.score_M(row_M, token_M) - self.top_N[row_M]).sub_(self.total_N.log().float()[row_M])
+    def logp_M(self, row_M: Tensor, score_M: Tensor) -> Tensor:
+        """log p of tokens with these scores, before any truncation."""
+        return (score_M - self.top_N[row_M]).sub_(self.total_N.log().float()[row_M])
 
     def logp_NP(self) -> Tensor:
         """The same of every token."""
@@ -194,8 +195,10 @@ def _nucleus(
 ) -> Tensor:
     """Tokens whose mass, with that of all less likely ones (`below_N`: of those not listed), exceeds the limit.
 
-    Only the tokens of the bin of weights in which the limit lies need sorting.
+    Of many tokens only those of the bin of weights in which the limit lies need sorting.
     """
+    if len(row_M) <= _FEW:
+        return _nucleus_by_sorting(row_M, score_M, unit_M, below_N, limit_N)
     rows = len(below_N)
     bin_M = ((_ONE_BITS - weight_M.view(torch.int32)) >> 19).clamp_max_(_BINS - 1)
     key_M = row_M * _BINS + bin_M
@@ -205,10 +208,14 @@ def _nucleus(
     edge_NX = (lower_NX + unit_NX > limit_N[:, None]) & ~beyond_NX  # at most one bin of a row
     kept_M = beyond_NX.view(-1)[key_M]
     edge_M = edge_NX.view(-1)[key_M].nonzero().squeeze(1)
-
-    edge = Packer(row_M[edge_M], rows)
-    order_NE = torch.sort(edge.pack(score_M[edge_M], -torch.inf), dim=1, stable=True).indices
-    unit_NE = edge.pack(unit_M[edge_M], 0).gather(1, order_NE).cumsum_(1)
-    kept_NE = unit_NE + (lower_NX * edge_NX).sum(1, keepdim=True) > limit_N[:, None]
-    kept_M[edge_M] = torch.empty_like(kept_NE).scatter_(1, order_NE, kept_NE)[edge.row_M, edge.slot_M]
+    lower_N = (lower_NX * edge_NX).sum(1)
+    kept_M[edge_M] = _nucleus_by_sorting(row_M[edge_M], score_M[edge_M], unit_M[edge_M], lower_N, limit_N)
     return kept_M
+
+
+def _nucleus_by_sorting(row_M: Tensor, score_M: Tensor, unit_M: Tensor, below_N: Tensor, limit_N: Tensor) -> Tensor:
+    packer = Packer(row_M, len(below_N))
+    order_NC = torch.sort(packer.pack(score_M, -torch.inf), dim=1, stable=True).indices
+    unit_NC = packer.pack(unit_M, 0).gather(1, order_NC).cumsum_(1)
+    kept_NC = unit_NC + below_N[:, None] > limit_N[:, None]
+    return torch.empty_like(kept_NC).scatter_(1, order_NC, kept_NC)[row_M, packer.slot_M]

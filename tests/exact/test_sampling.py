@@ -124,8 +124,12 @@ def test_law_is_that_of_transformers_warpers(case: tuple[Tensor, SamplingParams]
 
 @pytest.mark.parametrize("sampling", [s for s in EVERY_KIND if s.temperature > 0], ids=str)
 @pytest.mark.parametrize("vocab_size", [3000, 12_288])
-def test_law_of_a_large_vocabulary(sampling: SamplingParams, vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("few", [0, 1 << 30])
+def test_law_of_a_large_vocabulary(
+    sampling: SamplingParams, vocab_size: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(truncation, "_CHUNK_ELEMENTS", 4 * vocab_size)  # 10 rows in 3 chunks
+    monkeypatch.setattr(truncation, "_FEW", few)  # by bins, and by sorting alone
     check_law(varied_logits(vocab_size), sampling)
 
 

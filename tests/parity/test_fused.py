@@ -217,6 +217,23 @@ def test_a_program_that_is_wrong_is_not_used(
     assert "off by" in caplog.text
 
 
+def test_a_program_that_leaves_something_else_in_slots_is_not_used(
+    llama: HFTarget, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its output may be right: what it spoils is another sequence's."""
+    attend = trace.attend_slots
+
+    def scribbling(query: Any, key: Any, value: Any, scale: float, key_memory: Any, *others: Any) -> Any:
+        out = attend(query, key, value, scale, key_memory, *others)
+        key_memory[-1].fill_(0.5)  # a slot that is not in use
+        return out
+
+    monkeypatch.setattr(trace, "attend_slots", scribbling)
+    with caplog.at_level(logging.WARNING, "specroll.model.fused"):
+        assert count(llama) == 2, "prompts have programs all the same"
+    assert "off by" in caplog.text and worst_difference(llama, TOKENS) < 1e-5
+
+
 def test_a_program_for_other_inputs_is_another(llama: HFTarget) -> None:
     assert count(llama) == 2
     llama.causal.to(torch.bfloat16)
