@@ -34,7 +34,8 @@ from specroll.types import Branches, Features, RunningText, TargetOutput, Tree, 
 FILE = "suffixes.safetensors"
 _LEAST_GAIN = 0.01
 """A node that the draws reach more seldom is worth no row of any pass."""
-_MOST_NODES = 64  # of a sequence
+MOST_NODES = 16
+"""Of a sequence: those that its draws reach soonest. No tree of ours is larger by default."""
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of raw probabilities: these and the grade make a bin
 
 
@@ -78,8 +79,8 @@ class SuffixProposer:
         running = self._follow(features.texts or ())
         trie = grow_trie(self._index.look_up([(text.group, text.indexed) for text in running]))
         if trie is None:
-            none_SM = np.empty((features.root_S.numel(), 0))
-            return _branches(none_SM, none_SM, none_SM, none_SM, none_SM, features.root_S.device)
+            none = features.root_S.numel(), 0
+            return _branches(np.zeros((3, *none), dtype=np.int64), np.zeros((2, *none)), features.root_S.device)
         raw_B = _raw(trie, features)
         bin_B = trie.grade_F[trie.family_B] * (len(_EDGES) + 1) + np.searchsorted(_EDGES, raw_B)
         hit_B = self.hits.hit(torch.from_numpy(raw_B), torch.from_numpy(bin_B)).numpy()
@@ -154,8 +155,7 @@ def _raw(trie: Trie, features: Features) -> np.ndarray:
         return trie.share_B
     sample_S = np.array([text.sample for text in features.texts])
     root_S = np.array([len(text.prompt_ids) + len(text.token_ids) - 1 for text in features.texts])  # its position
-    depth_B = np.repeat(np.arange(1, len(trie.levels) + 1), [level.stop - level.start for level in trie.levels])
-    sample_B, position_B = sample_S[trie.sequence_B], root_S[trie.sequence_B] + depth_B
+    sample_B, position_B = sample_S[trie.sequence_B], root_S[trie.sequence_B] + trie.depth_B
     where = (torch.from_numpy(x) for x in (sample_B, position_B, trie.token_B[:, None]))
     noise_B = noise.gumbel(features.sampling.seed, *where).squeeze(1).double().numpy()
     weight_B = trie.share_B * np.exp(noise_B)
@@ -165,42 +165,26 @@ def _raw(trie: Trie, features: Features) -> np.ndarray:
 
 
 def _packed(trie: Trie, hit_B: np.ndarray, raw_B: np.ndarray, bin_B: np.ndarray, root_S: Tensor) -> SuffixBranches:
-    """The nodes that are worth a row, by sequence, parents first."""
+    """Each sequence's nodes that are worth a row, best first: a parent is worth more than its children."""
     gain_B = hit_B.copy()
     for level in trie.levels[1:]:
         gain_B[level] *= gain_B[trie.parent_B[level]]
-    kept_B = np.flatnonzero(gain_B >= _LEAST_GAIN)
-    kept_B = kept_B[np.argsort(trie.sequence_B[kept_B], kind="stable")]
-    sequences = root_S.numel()
-    nodes_S = np.bincount(trie.sequence_B[kept_B], minlength=sequences)
+    order_B = np.lexsort((-gain_B, trie.sequence_B))
+    nodes_S = np.bincount(trie.sequence_B, minlength=root_S.numel())
+    rank_B = np.arange(order_B.size) - np.repeat(nodes_S.cumsum() - nodes_S, nodes_S)
+    fits_B = (rank_B < MOST_NODES) & (gain_B[order_B] >= _LEAST_GAIN)
+    kept_B, rank_B = order_B[fits_B], rank_B[fits_B]
     place_B = np.full(gain_B.size + 1, -1)  # in its sequence; the root's is the last, which -1 names as well
-    place_B[kept_B] = np.arange(kept_B.size) - np.repeat(nodes_S.cumsum() - nodes_S, nodes_S)
-    kept_B = kept_B[place_B[kept_B] < _MOST_NODES]
-    at = trie.sequence_B[kept_B], place_B[kept_B]
-
-    def spread(value_B: np.ndarray) -> np.ndarray:
-        value_SM = np.zeros((sequences, min(nodes_S.max(), _MOST_NODES)), value_B.dtype)
-        value_SM[at] = value_B
-        return value_SM
-
-    return _branches(
-        spread(trie.token_B[kept_B]),
-        spread(place_B[trie.parent_B[kept_B]]),
-        spread(hit_B[kept_B]),
-        spread(raw_B[kept_B]),
-        spread(bin_B[kept_B]),
-        root_S.device,
-    )
+    place_B[kept_B] = rank_B
+    whole_3SM = np.zeros((3, root_S.numel(), int(rank_B.max(initial=-1)) + 1), dtype=np.int64)
+    real_2SM = np.zeros((2, *whole_3SM.shape[1:]))
+    at = slice(None), trie.sequence_B[kept_B], rank_B
+    whole_3SM[at] = trie.token_B[kept_B], place_B[trie.parent_B[kept_B]], bin_B[kept_B]
+    real_2SM[at] = hit_B[kept_B], raw_B[kept_B]
+    return _branches(whole_3SM, real_2SM, root_S.device)
 
 
-def _branches(
-    token_SM: np.ndarray,
-    parent_SM: np.ndarray,
-    hit_SM: np.ndarray,
-    raw_SM: np.ndarray,
-    bin_SM: np.ndarray,
-    device: torch.device,
-) -> SuffixBranches:
-    token, parent, bins = (torch.from_numpy(x_SM.astype(np.int64)) for x_SM in (token_SM, parent_SM, bin_SM))
-    hit, raw = torch.from_numpy(hit_SM).float(), torch.from_numpy(raw_SM)
-    return SuffixBranches(token.to(device), parent.to(device), hit.to(device), raw, bins)
+def _branches(whole_3SM: np.ndarray, real_2SM: np.ndarray, device: torch.device) -> SuffixBranches:
+    """Of tokens, parents and bins, and of hits and raw probabilities."""
+    (token_SM, parent_SM, bin_SM), (hit_SM, raw_SM) = torch.from_numpy(whole_3SM), torch.from_numpy(real_2SM)
+    return SuffixBranches(token_SM.to(device), parent_SM.to(device), hit_SM.to(device), raw_SM, bin_SM)
