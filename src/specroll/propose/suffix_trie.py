@@ -54,18 +54,17 @@ def grow_trie(matches: Matches) -> Trie | None:
     match_U, depth_U = np.nonzero(matches.next_XD >= 0)
     if not match_U.size:
         return None
-    code_XD = _codes(matches)
-    _, first_B, node_U = np.unique(code_XD[match_U, depth_U], return_index=True, return_inverse=True)
-    nodes, sequences = first_B.size, int(matches.sequence_X[-1]) + 1
+    some_B, node_U = _distinct(_codes(matches)[match_U, depth_U])
+    nodes, sequences = some_B.size, int(matches.sequence_X[-1]) + 1
     # What precedes a token in U is the one before it in the same match; roots are numbered behind the nodes.
-    sequence_B, depth_B = matches.sequence_X[match_U[first_B]], depth_U[first_B]
-    parent_B = np.where(depth_B > 0, node_U[first_B - 1], nodes + sequence_B)
+    sequence_B, depth_B = matches.sequence_X[match_U[some_B]], depth_U[some_B]
+    parent_B = np.where(depth_B > 0, node_U[some_B - 1], nodes + sequence_B)
     family_B = depth_B * (nodes + sequences) + parent_B
     order_B = family_B.argsort()
-    family_B, sequence_B, depth_B, first_B = family_B[order_B], sequence_B[order_B], depth_B[order_B], first_B[order_B]
+    family_B, sequence_B, depth_B, some_B = (x_B[order_B] for x_B in (family_B, sequence_B, depth_B, some_B))
     place_B = np.full(nodes + sequences, -1)
     place_B[order_B] = np.arange(nodes)
-    starts_B = np.append(True, family_B[1:] != family_B[:-1])
+    starts_B = _starts(family_B)
     first_F, family_B = np.flatnonzero(starts_B), starts_B.cumsum() - 1
     grade_U = _GRADE_OF[np.minimum(matches.length_X[match_U] + depth_U, LONGEST)]
     share_B, grade_F = _shares(place_B[node_U] * len(GRADES) + grade_U, nodes, first_F, family_B)
@@ -74,13 +73,29 @@ def grow_trie(matches: Matches) -> Trie | None:
         sequence_B,
         place_B[parent_B[order_B]],
         depth_B + 1,
-        matches.next_XD[match_U[first_B], depth_U[first_B]],
+        matches.next_XD[match_U[some_B], depth_B],
         share_B,
         family_B,
         first_F,
         grade_F,
         [slice(start, end) for start, end in pairwise((0, *ends_D))],
     )
+
+
+def _distinct(code_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each code stands, anywhere, and which of them each is (np.unique, but for its stable sort)."""
+    order_U = code_U.argsort()
+    starts_U = _starts(code_U[order_U])
+    node_U = np.empty_like(order_U)
+    node_U[order_U] = starts_U.cumsum() - 1
+    return order_U[starts_U], node_U
+
+
+def _starts(sorted_B: np.ndarray) -> np.ndarray:
+    """Whether an entry differs from the one before."""
+    starts_B = np.ones(sorted_B.size, dtype=bool)
+    np.not_equal(sorted_B[1:], sorted_B[:-1], out=starts_B[1:])
+    return starts_B
 
 
 def _codes(matches: Matches) -> np.ndarray:
@@ -90,9 +105,7 @@ def _codes(matches: Matches) -> np.ndarray:
     return word_XD.cumsum(axis=1) + (matches.sequence_X.astype(np.uint64) * np.uint64(_WORD))[:, None]
 
 
-def _shares(
-    pair_U: np.ndarray, nodes: int, first_F: np.ndarray, family_B: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _shares(pair_U: np.ndarray, nodes: int, first_F: np.ndarray, family_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The nodes' shares, and the families' grades, from a node and a grade of each token. The recursion written out:
 
     share = sum_n c_n(v) / K * prod_{m >= n} K / (C_m + K)

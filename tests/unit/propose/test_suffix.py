@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specroll import noise
-from specroll.propose.suffix import SuffixBranches, SuffixProposer
+from specroll.propose import suffix
+from specroll.propose.suffix import MOST_NODES, SuffixBranches, SuffixProposer
 from specroll.propose.suffix_index import LONGEST, MOST_PLACES, Matches, SuffixIndex
 from specroll.propose.suffix_trie import BACK_OFF, GRADES, grow_trie
 from specroll.tree import grow
@@ -181,6 +183,35 @@ def test_what_followed_longer_agreements_is_ranked_first() -> None:
     proposer.ended(RunningText((9,), [3, 4, 2, 6], 6))
     hits = paths_of(proposer.propose(features([RunningText((9,), [3, 4, 2], 7)])), 0)
     assert hits[(6,)] > hits[(5,)]
+
+
+def gains_of(draft: SuffixBranches, sequence: int) -> list[tuple[tuple[int, ...], float]]:
+    """Each path with the probability that the draws follow it."""
+    hits = paths_of(draft, sequence)
+    return [(path, math.prod(hits[path[:end]] for end in range(1, len(path) + 1))) for path in hits]
+
+
+def test_the_best_nodes_are_proposed_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two sequences whose roots were followed by much; a third one's never came before."""
+    proposer = SuffixProposer(depth=6)
+    for sample in range(20):
+        often, seldom = sample // 4, 30 + sample
+        proposer.ended(RunningText((9,), [1, 2, 3, often, often, often, seldom, 8, 8], sample))
+    texts = [RunningText((9,), response, 50 + at) for at, response in enumerate(([4, 1], [7], [4, 1, 2]))]
+    every = proposer.propose(features(texts))
+    assert every.token_SM.shape == (3, MOST_NODES)
+    monkeypatch.setattr(suffix, "MOST_NODES", 1000)
+    whole = proposer.propose(features(texts))
+    monkeypatch.setattr(suffix, "_LEAST_GAIN", 0.0)
+    more = proposer.propose(features(texts))
+    for sequence in (0, 2):
+        gains = gains_of(whole, sequence)
+        assert len(gains) > MOST_NODES
+        assert [gain for _, gain in gains] == sorted((gain for _, gain in gains), reverse=True)
+        assert gains_of(every, sequence) == gains[:MOST_NODES]
+        worth = {path for path, gain in gains_of(more, sequence) if gain >= 0.01}
+        assert {path for path, _ in gains} == worth and len(worth) < len(gains_of(more, sequence))
+    assert gains_of(every, 1) == []
 
 
 def test_noise_is_weighed_as_the_target_will() -> None:
