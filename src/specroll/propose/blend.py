@@ -127,7 +127,8 @@ class Blend:
 
     @torch.no_grad()
     def observe(self, draft: Blended, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
-        self.hits.observe(draft.raw_SM, draft.bin_SM, *outcomes(draft, tree, verdict))
+        if self.hits.due():
+            self.hits.observe(draft.raw_SM, draft.bin_SM, *outcomes(draft, tree, verdict))
         rank_NX = draft.rank_SXM[tree.sequence_N, :, torch.where(tree.depth_N == 0, -1, tree.rank_N)]
         rank_XN = rank_NX.T.where(tree.rank_N >= 0, -1)  # in a blend of blends
         for number, (guard, own, rank_N) in enumerate(zip(self.guards, draft.drafts, rank_XN, strict=True)):

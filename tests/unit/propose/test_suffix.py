@@ -229,6 +229,26 @@ def test_noise_is_weighed_as_the_target_will() -> None:
     assert winners == {2, 3}
 
 
+def test_noise_is_that_of_the_place_and_the_seed_however_long_a_text_is() -> None:
+    proposer = SuffixProposer(depth=2)
+    for sample, token in enumerate((2, 3) * 4):
+        proposer.ended(RunningText((9, 8), [1, token], sample))
+    response = [1]
+    text = RunningText((9, 8), response, 17)
+    winners = Counter[int]()
+    for length in range(1, 300):
+        if response[-1] == 1:
+            sampling = SamplingParams(seed=length % 3)
+            hits = paths_of(proposer.propose(features([text], sampling)), 0)
+            place = torch.tensor([2 + length])
+            noise_C = noise.gumbel(sampling.seed, torch.tensor([17]), place, torch.tensor([2, 3]))[0]
+            best = 2 + int(noise_C.argmax())
+            assert hits.get((best,), 0.0) >= hits.get((5 - best,), 0.0)
+            winners[best] += (best,) in hits
+        response.append(1 if length % 20 == 0 else 10 + length)
+    assert min(winners[2], winners[3]) > 3
+
+
 def test_what_never_followed_is_one_more_rival() -> None:
     """Draws of a law that the shares know, but for a fifth of it: raw probabilities are right on the average."""
     share_C = torch.tensor([0.5, 0.3])
