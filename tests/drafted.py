@@ -21,7 +21,7 @@ from tiny import tiny
 
 SAMPLING = SamplingParams(seed=7, top_p=0.95)
 PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (7, 8, 9, 10, 11, 12, 13, 14, 15, 16), (20,), (3, 4, 5, 6), (20,)]
-QUICK = FastGRPOConfig(learning_rate=1e-2)
+QUICK = FastGRPOConfig(fit_learning_rate=1e-2)
 
 
 def requests(tokens: int = 8, step: int = 2) -> list[Request]:

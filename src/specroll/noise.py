@@ -114,8 +114,8 @@ def to_gumbel_(v: Tensor) -> Tensor:
     return v.neg_().log1p_().neg_().log_().neg_()
 
 
-def _gumbel(key_N2: Tensor, word_NC: Tensor) -> Tensor:
-    """Noise from row keys and mixed tokens; on a CPU in chunks of rows that stay in its caches."""
+def gumbel_of_keys(key_N2: Tensor, word_NC: Tensor) -> Tensor:
+    """`gumbel` where `row_keys` and `token_words` are known, float32 [N, C]; on a CPU in chunks that stay in caches."""
     rows, width = len(key_N2), word_NC.shape[-1]
     size = max(1, _CACHE_ELEMENTS // max(1, width)) if key_N2.device.type == "cpu" else rows
     if rows <= size:
@@ -145,7 +145,7 @@ def gumbel(seed: int, sample_N: Tensor, position_N: Tensor, token_NC: Tensor) ->
 
 def gumbel_of_words(seed: int, sample_N: Tensor, position_N: Tensor, word_NC: Tensor) -> Tensor:
     """`gumbel` of tokens whose `token_words` are known, float32 [N, C]."""
-    return _gumbel(row_keys(seed, sample_N, position_N), word_NC)
+    return gumbel_of_keys(row_keys(seed, sample_N, position_N), word_NC)
 
 
 def gumbel_all(seed: int, sample_N: Tensor, position_N: Tensor, vocab_size: int) -> Tensor:

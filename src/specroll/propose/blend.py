@@ -6,7 +6,7 @@ misses, starting from the highest of the probabilities that it was given. Each m
 itself, and from the tree in its own terms: there a node that only others proposed has the rank -1. Knows nothing of
 what its members are.
 
-    S  sequences    X  members    M  nodes of a sequence, then the root
+    S  sequences    X  members    M  nodes of a sequence, then the root    I  bins' edges
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from specroll.types import Branches, Draft, Features, Proposer, RunningText, Tar
 FILE = "blend.safetensors"
 _FACTOR, _WORD = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 """Odd numbers, which make a path's tokens its code."""
-_EDGES = (1e-7, 0.05, 0.15, 0.35, 0.65)
+_EDGES_I = torch.tensor((1e-7, 0.05, 0.15, 0.35, 0.65), dtype=torch.float64)
 """Of a member's probability, none at all included: what all members say of a node makes its bin. Whether one that does
 not propose it has said nothing there or something else was tried as well: no token more."""
 
@@ -41,7 +41,7 @@ class Blended(Branches):
 
     drafts: tuple[Draft | Branches | None, ...]
     sound_X: Tensor
-    rank_XSM: Tensor  # 0 of the root
+    rank_SXM: Tensor  # 0 of the root
     raw_SM: Tensor  # these two without the root, as the candidates
     bin_SM: Tensor
 
@@ -64,7 +64,9 @@ class Blend:
         self.nodes = nodes
         self.name = "+".join(member.name for member in members)
         self.horizons = max(member.horizons for member in members)
-        self.hits = BinnedHits((len(_EDGES) + 1) ** len(members))
+        self._places_X = (len(_EDGES_I) + 1) ** torch.arange(len(members))  # of what each says, in a bin's number
+        self._edges_I = _EDGES_I
+        self.hits = BinnedHits((len(_EDGES_I) + 1) ** len(members))
         self._spoilt: set[int] = set()  # members whose latest draft could not be verified
 
     @property
@@ -85,25 +87,32 @@ class Blend:
         drafts = tuple(guard.propose(features) for guard in self.guards)
         spelled = [self._spell_out(*own, features.root_S) for own in zip(self.guards, drafts, strict=True)]
         forest = _side_by_side([branches for branches, _, _ in spelled])
-        first_SM = _first_of_path(forest)
+        first_SM = _first_of_path(forest, max(branches.token_SM.shape[1] for branches, _, _ in spelled))
         root = forest.token_SM.shape[1] - 1
         # A node's parent comes before it, and so does the node that stands for the parent.
         parent_SM = first_SM.gather(1, forest.parent_SM)[:, :root]
-        at_SM = first_SM.where(forest.hit_SM > 0, root)  # what is no node is written where the root will be
-        rank_XSM = _tables([rank_SM for _, rank_SM, _ in spelled], at_SM, missing=-1)
-        hit_XSM = _tables([branches.hit_SM for branches, _, _ in spelled], at_SM, missing=0)[..., :root]
-        raw_SM, bin_SM = hit_XSM.amax(0), _bins(hit_XSM)
-        self.hits.move(raw_SM.device)
+        table = _Table(first_SM.where(forest.hit_SM > 0, root), [rank_SM.shape[1] for _, rank_SM, _ in spelled])
+        hit_SXM = table.of(forest.hit_SM[:, :root], missing=0)
+        rank_SXM = table.of(torch.cat([rank_SM for _, rank_SM, _ in spelled], dim=1), missing=-1)
+        rank_SXM[..., root] = 0
+        raw_SM, bin_SM = hit_SXM.amax(1)[:, :root], self._bins(hit_SXM)[:, :root]
         return Blended(
             forest.token_SM[:, :root],
             torch.where(parent_SM == root, -1, parent_SM),
             self.hits.hit(raw_SM, bin_SM),
             drafts,
             torch.stack([sound for _, _, sound in spelled]),
-            rank_XSM,
+            rank_SXM,
             raw_SM,
             bin_SM,
         )
+
+    def _bins(self, hit_SXM: Tensor) -> Tensor:
+        """One number for what all members say of a node."""
+        self.hits.move(hit_SXM.device)
+        self._edges_I, self._places_X = self._edges_I.to(hit_SXM.device), self._places_X.to(hit_SXM.device)
+        level_SXM = torch.bucketize(hit_SXM, self._edges_I)
+        return (level_SXM * self._places_X[:, None]).sum(1)
 
     def _spell_out(
         self, guard: Guard, draft: Draft | Branches | None, root_S: Tensor
@@ -111,16 +120,17 @@ class Blend:
         """A member's nodes, what it calls them, and whether they can be verified: else they are none."""
         if draft is None:
             none_SM = root_S.new_empty(root_S.shape[0], 0)
-            return Branches(none_SM, none_SM, none_SM.double()), none_SM, torch.ones_like(root_S[0], dtype=torch.bool)
+            return Branches(none_SM, none_SM, none_SM.double()), none_SM, root_S.new_ones((), dtype=torch.bool)
         branches, rank_SM = spell_out(draft, root_S, self.nodes)
         sound = guard.sound(draft)
         return replace(branches, hit_SM=branches.hit_SM.where(sound, 0.0)), rank_SM, sound
 
     @torch.no_grad()
     def observe(self, draft: Blended, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
-        self.hits.observe(draft.raw_SM, draft.bin_SM, *outcomes(draft, tree, verdict))
-        rank_XN = draft.rank_XSM[:, tree.sequence_N, torch.where(tree.depth_N == 0, -1, tree.rank_N)]
-        rank_XN = rank_XN.where(tree.rank_N >= 0, -1)  # in a blend of blends
+        if self.hits.due():
+            self.hits.observe(draft.raw_SM, draft.bin_SM, *outcomes(draft, tree, verdict))
+        rank_NX = draft.rank_SXM[tree.sequence_N, :, torch.where(tree.depth_N == 0, -1, tree.rank_N)]
+        rank_XN = rank_NX.T.where(tree.rank_N >= 0, -1)  # in a blend of blends
         for number, (guard, own, rank_N) in enumerate(zip(self.guards, draft.drafts, rank_XN, strict=True)):
             if own is not None and number not in self._spoilt:
                 guard.observe(own, replace(tree, rank_N=rank_N), verdict, out)
@@ -214,37 +224,38 @@ def _side_by_side(branches: Sequence[Branches]) -> Branches:
     )
 
 
-def _first_of_path(forest: Branches) -> Tensor:
-    """For each node the first one of its path, which stands for it. Paths are compared by codes,
+def _first_of_path(forest: Branches, deepest: int) -> Tensor:
+    """For each node the first one of its path, which stands for it; none has more than `deepest` nodes on its path.
 
-        code(node) = code(parent) * factor + its token's word,
-
-    by pointer jumping, of 64 bits: two paths of one code will not happen, and would cost a node if they did, no token.
+    Paths are compared by codes, code(node) = code(parent) * factor + its token's word, by pointer jumping, of 64 bits:
+    two paths of one code will not happen, and would cost a node if they did, no token. What is no node has a word of
+    its own, so it stands for itself alone, and so does all behind it.
     """
-    code_SM, jump_SM = (forest.token_SM + 1) * _WORD, forest.parent_SM
-    factor_SM = torch.where(forest.token_SM < 0, 1, _FACTOR)
-    for _ in range((code_SM.shape[1] - 1).bit_length()):
-        code_SM = code_SM + factor_SM * code_SM.gather(1, jump_SM)
-        factor_SM = factor_SM * factor_SM.gather(1, jump_SM)
-        jump_SM = jump_SM.gather(1, jump_SM)
-    real_SM = forest.hit_SM > 0
-    same_SMM = (code_SM[:, :, None] == code_SM[:, None, :]) & real_SM[:, :, None] & real_SM[:, None, :]
-    return same_SMM.int().argmax(-1)
+    places = forest.token_SM.shape[1]
+    alone_M = torch.arange(-1 - places, -1, device=forest.token_SM.device)
+    code_SM = torch.where(forest.hit_SM > 0, forest.token_SM + 1, alone_M) * _WORD  # the root's is 0
+    jump_SM, factor = forest.parent_SM, _FACTOR
+    for _ in range((deepest - 1).bit_length()):
+        code_SM = code_SM.add(code_SM.gather(1, jump_SM), alpha=factor)
+        jump_SM, factor = jump_SM.gather(1, jump_SM), _wrapped(factor * factor)
+    return (code_SM[:, :, None] == code_SM[:, None, :]).byte().argmax(-1)
 
 
-def _tables(own: Sequence[Tensor], at_SM: Tensor, *, missing: int) -> Tensor:
-    """What each member says of its own nodes, at the nodes that stand for them, and 0 of the root, [X, S, M]."""
-    table_XSM = own[0].new_full((len(own), *at_SM.shape), missing)
-    start = 0
-    for table_SM, own_SM in zip(table_XSM, own, strict=True):
-        table_SM.scatter_(1, at_SM[:, start : start + own_SM.shape[1]], own_SM)
-        start += own_SM.shape[1]
-    table_XSM[:, :, -1] = 0
-    return table_XSM
+def _wrapped(word: int) -> int:
+    """As a signed word of 64 bits."""
+    return (word + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _bins(hit_XSM: Tensor) -> Tensor:
-    """One number for what all members say of a node."""
-    level_XSM = torch.bucketize(hit_XSM.contiguous(), hit_XSM.new_tensor(_EDGES))
-    place_X = (len(_EDGES) + 1) ** torch.arange(len(level_XSM), device=hit_XSM.device)
-    return (level_XSM * place_X[:, None, None]).sum(0)
+class _Table:
+    """What each member says of its own nodes, at the nodes that stand for them."""
+
+    def __init__(self, at_SM: Tensor, widths: Sequence[int]) -> None:
+        """`widths`: how many of the places are each member's."""
+        self.shape = at_SM.shape[0], len(widths), at_SM.shape[1]
+        offsets = [member * at_SM.shape[1] for member, width in enumerate(widths) for _ in range(width)]
+        self.at_SM = at_SM[:, :-1] + torch.tensor(offsets, dtype=torch.int64, device=at_SM.device)
+
+    def of(self, own_SM: Tensor, *, missing: int) -> Tensor:
+        """[S, X, M], from one row of all members' nodes; `missing` where a member has none."""
+        table_SX = own_SM.new_full((self.shape[0], self.shape[1] * self.shape[2]), missing)
+        return table_SX.scatter_(1, self.at_SM, own_SM).view(self.shape)

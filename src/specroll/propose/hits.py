@@ -25,6 +25,8 @@ MEMORY = 1000.0
 PRIOR_WEIGHT = 4.0
 """W: promised draws that a bin's prior factor of 1 is worth."""
 MOST_HIT = 0.99
+SETTLED, EVERY = 256, 4
+"""After so many rounds only one in so many teaches: learning takes as long as a good part of a proposal."""
 
 
 class BinnedHits:
@@ -32,6 +34,12 @@ class BinnedHits:
 
     def __init__(self, bins: int, device: torch.device | str = "cpu") -> None:
         self.promised_I, self.drawn_I = torch.zeros(2, bins, dtype=torch.float64, device=device)
+        self._rounds = 0
+
+    def due(self) -> bool:
+        """Whether a round's outcome is to be learned from; to be asked once in each."""
+        self._rounds += 1
+        return self._rounds <= SETTLED or self._rounds % EVERY == 0
 
     def hit(self, raw_SM: Tensor, bin_SM: Tensor) -> Tensor:
         factor_I = (self.drawn_I + PRIOR_WEIGHT) / (self.promised_I + PRIOR_WEIGHT)

@@ -4,47 +4,29 @@ Each horizon knows the best candidate of the one before it, so it waits for it; 
 all at once. Whether candidates were right is decided elsewhere.
 
     S  sequences       K  horizons, k some of them    C  candidates    X  several things side by side
-    H  hidden width    F  a head's width                    V  draft vocabulary
+    H  hidden width    V  draft vocabulary
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specroll import noise
 from specroll.budget.calibrate import HitCalibrator
 from specroll.config import ReflexName, check_reflex
-from specroll.model.linear import pack
-from specroll.propose.heads import FutureHeads, rms_norm, unit
-from specroll.propose.readout import Readout, embed, output_layer
+from specroll.propose.heads import FutureHeads
+from specroll.propose.products import HeadProducts
+from specroll.propose.readout import Readout, output_layer
 from specroll.propose.tally import Tally
 from specroll.reflex import Corrector, Recall, Setting, corrector
 from specroll.types import Draft, Features, TargetOutput, Tree, Verdict
 
 _SETTLED, _EVERY = 256, 4
 """After so many rounds only one in so many teaches the calibration: it costs as much as a tenth of a proposal."""
-
-
-class _Products(NamedTuple):
-    """The heads' layers and the draft rows of lm_head, made ready for one-row products; of one state of the weights."""
-
-    stamp: tuple[int, ...]
-    state_B: list[Callable[[Tensor], Tensor]]
-    """The half of the first matrices that sees the state, for states of length 1."""
-    token_B: list[Callable[[Tensor], Tensor]]
-    """The half that sees a token; none where heads see none."""
-    drafted_VF: Tensor | None
-    """`token_B` of every drafted token, where there are few."""
-    bias_K: tuple[Tensor, ...]
-    second_B: list[Callable[[Tensor], Tensor]]
-    readout: Callable[[Tensor], Tensor]
 
 
 class Best(NamedTuple):
@@ -129,7 +111,7 @@ class HeadsProposer:
             self.corrector = corrector(self.reflex, setting)
         else:
             self.corrector.refresh(setting)
-        self._products: _Products | None = None
+        self._products: HeadProducts | None = None
         self._rounds = 0  # observed since
 
     def _fresh_calibrator(self) -> HitCalibrator:
@@ -172,11 +154,11 @@ class HeadsProposer:
         `compare` asks what it is worth.
         """
         products, state_SH = self._prepared(), hidden_SH.float()
-        told_BSF = [product(self._embed(root_S)) for product in products.token_B]
+        told_BSF = products.told(root_S)
         found: list[tuple[Tensor, Tensor]] = []
         trial_2S = lean_S = None
         for stage in self._stages():
-            states_k = [self._step(products, k, state_SH, told_BSF) for k in range(stage.start, stage.stop)]
+            states_k = [products.state(k, state_SH, told_BSF) for k in range(stage.start, stage.stop)]
             state_SkH = states_k[0][:, None] if len(states_k) == 1 else torch.stack(states_k, dim=1)
             if recall is not None:
                 state_SkH = recall.states(state_SkH, stage)
@@ -192,7 +174,7 @@ class HeadsProposer:
             found.append((index_SkC, score_SkC))
             if stage.stop < self.horizons:
                 best_S = index_SkC[:, 0, 0]
-                state_SH, told_BSF = states_k[-1], [self._drafted(products, best_S)]
+                state_SH, told_BSF = states_k[-1], products.told_drafted(best_S)
                 if recall is not None:
                     recall.follow(self._token(best_S))
         index_SKC, score_SKC = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
@@ -225,23 +207,6 @@ class HeadsProposer:
     def _token(self, index: Tensor) -> Tensor:
         """Token ids of places in the draft vocabulary."""
         return index if self.heads.vocabulary_V is None else self.heads.vocabulary_V.take(index)
-
-    def _embed(self, token_S: Tensor) -> Tensor:
-        return rms_norm(embed(self.model, token_S).float())
-
-    def _drafted(self, products: _Products, index_S: Tensor) -> Tensor:
-        """What the heads are told of drafted tokens, by their places in the draft vocabulary."""
-        if products.drafted_VF is None:
-            return products.token_B[0](self._embed(index_S))
-        return products.drafted_VF.index_select(0, index_S)
-
-    def _step(self, products: _Products, k: int, state_SH: Tensor, told_BSF: list[Tensor]) -> Tensor:
-        """The state of horizon index k, as `FutureHeads.forward` makes it."""
-        block = 0 if self.heads.shares else k
-        inner_SF = products.state_B[block](unit(state_SH)).add_(products.bias_K[k])
-        if told_BSF:
-            inner_SF.add_(told_BSF[block])
-        return products.second_B[block](F.silu(inner_SF)).add_(state_SH)
 
     def _stages(self) -> list[slice]:
         """Horizons that can be done at once: each by itself where it must know what the one before proposes."""
@@ -277,47 +242,13 @@ class HeadsProposer:
             noise_NV = noise.gumbel_of_words(seed, sample_N, position_N, word_V)
         return noise_NV.unflatten(0, position_SK.shape)
 
-    def _prepared(self) -> _Products:
-        first_BFI, second_BHF = self.heads.first_BFI, self.heads.second_BHF
-        stamp = (first_BFI.data_ptr(), first_BFI._version, second_BHF.data_ptr(), second_BHF._version)
-        if self._products is None or self._products.stamp != stamp:
+    def _prepared(self) -> HeadProducts:
+        if self._products is None or not self._products.fits(self.heads):
             self._products = None  # never hold the old packs beside the new
-            self._products = self._prepare(stamp)
+            self._products = HeadProducts(self.heads, self.model, self._readout)
         return self._products
-
-    def _prepare(self, stamp: tuple[int, ...]) -> _Products:
-        heads, readout, vocabulary_V = self.heads, self._readout, self.heads.vocabulary_V
-        product = partial(_product, bias=None, dtype=readout.row_VH.dtype)
-        state_BFH, *token_BFH = heads.first_BFI.split(heads.hidden_size, dim=-1)
-        token_B = [product(token_FH) for told_BFH in token_BFH for token_FH in told_BFH]
-        drafted_VF = None
-        if heads.shares and vocabulary_V is not None:
-            drafted_VF = token_B[0](self._embed(vocabulary_V))
-        return _Products(
-            stamp,
-            state_B=[product(state_FH * heads.hidden_size**0.5) for state_FH in state_BFH],
-            token_B=token_B,
-            drafted_VF=drafted_VF,
-            bias_K=heads.bias_KF.unbind(),
-            second_B=[product(second_HF) for second_HF in heads.second_BHF],
-            readout=_product(readout.row_VH, readout.bias_V, readout.row_VH.dtype),
-        )
 
 
 def add_noise(logits_SKV: Tensor, noise_SKV: Tensor, sharpness_K: Tensor) -> Tensor:
     """What candidates are ranked by: s_k log q + g, up to a constant of each row."""
     return torch.addcmul(noise_SKV, logits_SKV, sharpness_K[:, None])
-
-
-def _product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """float32 -> float32 product with a weight: packed where this CPU gains from it, else in the model's dtype."""
-    packed = pack(weight, bias, rounded_to=dtype)
-    if packed is not None:
-        return packed
-    weight = weight.detach().to(dtype)
-    bias = None if bias is None else bias.to(dtype)
-    return partial(_plain_product, weight=weight, bias=bias)
-
-
-def _plain_product(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x.to(weight.dtype), weight, bias).float()

@@ -16,7 +16,7 @@ which hits and misses calibrate. Everything here is on the host; the engine tell
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,9 @@ from specroll.types import Branches, Features, RunningText, TargetOutput, Tree, 
 FILE = "suffixes.safetensors"
 _LEAST_GAIN = 0.01
 """A node that the draws reach more seldom is worth no row of any pass."""
-_MOST_NODES = 64  # of a sequence
+MOST_NODES = 16
+"""Of a sequence: those that its draws reach soonest. No tree of ours is larger by default."""
+_KEYS = 64  # positions of a text whose noise is made ready, at least
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of raw probabilities: these and the grade make a bin
 
 
@@ -73,21 +75,23 @@ class SuffixProposer:
         self._index = SuffixIndex(depth)
         self._groups: dict[tuple[int, ...], Group] = {}  # of the prompts that run now
         self._running: dict[int, _Followed] = {}  # by sample
+        self._word_V = np.empty(0, dtype=np.int32)  # of tokens, as noise mixes them
 
     def propose(self, features: Features) -> SuffixBranches:
         running = self._follow(features.texts or ())
         trie = grow_trie(self._index.look_up([(text.group, text.indexed) for text in running]))
         if trie is None:
-            none_SM = np.empty((features.root_S.numel(), 0))
-            return _branches(none_SM, none_SM, none_SM, none_SM, none_SM, features.root_S.device)
-        raw_B = _raw(trie, features)
+            none = features.root_S.numel(), 0
+            return _branches(np.zeros((3, *none), dtype=np.int64), np.zeros((2, *none)), features.root_S.device)
+        raw_B = trie.share_B if features.sampling.temperature == 0 else self._raw(trie, running, features.sampling.seed)
         bin_B = trie.grade_F[trie.family_B] * (len(_EDGES) + 1) + np.searchsorted(_EDGES, raw_B)
         hit_B = self.hits.hit(torch.from_numpy(raw_B), torch.from_numpy(bin_B)).numpy()
         return _packed(trie, hit_B, raw_B, bin_B, features.root_S)
 
     def observe(self, draft: SuffixBranches, tree: Tree, verdict: Verdict, out: TargetOutput | None = None) -> None:
-        known_SM, drawn_SM = outcomes(draft, tree, verdict)
-        self.hits.observe(draft.raw_SM, draft.bin_SM, known_SM.cpu(), drawn_SM.cpu())
+        if self.hits.due():
+            known_SM, drawn_SM = outcomes(draft, tree, verdict)
+            self.hits.observe(draft.raw_SM, draft.bin_SM, known_SM.cpu(), drawn_SM.cpu())
 
     def ended(self, text: RunningText) -> None:
         """Keep a finished response, for its siblings that still run and for later ones."""
@@ -111,6 +115,19 @@ class SuffixProposer:
             raise ValueError(f"{path} holds no usable suffixes: {error}; delete it to start without them") from error
         self.hits, self.store = hits, store
 
+    def _raw(self, trie: Trie, running: Sequence[_Followed], seed: int) -> np.ndarray:
+        """How likely each node is drawn at its parent, as far as shares and noise tell."""
+        most = int(trie.token_B.max())
+        if most >= self._word_V.size:
+            self._word_V = noise.token_words(torch.arange(2 * most + 1)).numpy()
+        key_SD2 = np.stack([text.keys(seed, self.horizons) for text in running])
+        key_B2, word_B = key_SD2[trie.sequence_B, trie.depth_B - 1], self._word_V[trie.token_B]
+        noise_B1 = noise.gumbel_of_keys(torch.from_numpy(key_B2), torch.from_numpy(word_B[:, None]))
+        weight_B = trie.share_B * np.exp(noise_B1.numpy()[:, 0].astype(np.float64))
+        total_F, share_F = (np.add.reduceat(x, trie.first_F) for x in (weight_B, trie.share_B))
+        unseen_B = np.maximum(1.0 - share_F, 0.0)[trie.family_B]
+        return weight_B / total_F[trie.family_B] * np.exp(-unseen_B / weight_B)
+
     def _follow(self, texts: Sequence[RunningText]) -> list[_Followed]:
         """The running texts, indexed as far as they are. Prompts of which none runs any more are closed."""
         before = self._running
@@ -128,7 +145,7 @@ class SuffixProposer:
             if group is None:
                 group = self._index.open(text.prompt_ids, self.store.of(text.prompt_ids))
                 self._groups[text.prompt_ids] = group
-            before = _Followed(text.token_ids, group, self._index.begin(group))
+            before = _Followed(text.token_ids, text.sample, group, self._index.begin(group))
         self._index.extend(before.group, before.indexed, text.token_ids[before.known :])
         before.known = len(text.token_ids)
         return before
@@ -139,68 +156,47 @@ class _Followed:
     """A running text, and how much of it is indexed."""
 
     token_ids: Sequence[int]  # the engine's own list, which tells this text from another of the same sample
+    sample: int
     group: Group
     indexed: IndexedText
     known: int = 0
+    _seed: int | None = None
+    _key_P2: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
+
+    def keys(self, seed: int, depth: int) -> np.ndarray:
+        """`noise.row_keys` of the next so many positions, made for many at once."""
+        if self.known + depth > len(self._key_P2) or seed != self._seed:
+            self._seed = seed
+            position_P = len(self.group.prompt_ids) + torch.arange(2 * (self.known + depth) + _KEYS)
+            self._key_P2 = noise.row_keys(seed, torch.full_like(position_P, self.sample), position_P).numpy()
+        return self._key_P2[self.known : self.known + depth]
 
 
 def _fresh_hits() -> BinnedHits:
     return BinnedHits(len(GRADES) * (len(_EDGES) + 1))
 
 
-def _raw(trie: Trie, features: Features) -> np.ndarray:
-    """How likely each node is drawn at its parent, as far as shares and noise tell."""
-    if features.sampling.temperature == 0 or features.texts is None:
-        return trie.share_B
-    sample_S = np.array([text.sample for text in features.texts])
-    root_S = np.array([len(text.prompt_ids) + len(text.token_ids) - 1 for text in features.texts])  # its position
-    depth_B = np.repeat(np.arange(1, len(trie.levels) + 1), [level.stop - level.start for level in trie.levels])
-    sample_B, position_B = sample_S[trie.sequence_B], root_S[trie.sequence_B] + depth_B
-    where = (torch.from_numpy(x) for x in (sample_B, position_B, trie.token_B[:, None]))
-    noise_B = noise.gumbel(features.sampling.seed, *where).squeeze(1).double().numpy()
-    weight_B = trie.share_B * np.exp(noise_B)
-    total_F, share_F = (np.add.reduceat(x, trie.first_F) for x in (weight_B, trie.share_B))
-    unseen_B = np.maximum(1.0 - share_F, 0.0)[trie.family_B]
-    return weight_B / total_F[trie.family_B] * np.exp(-unseen_B / weight_B)
-
-
 def _packed(trie: Trie, hit_B: np.ndarray, raw_B: np.ndarray, bin_B: np.ndarray, root_S: Tensor) -> SuffixBranches:
-    """The nodes that are worth a row, by sequence, parents first."""
+    """Each sequence's nodes that are worth a row, best first: a parent is worth more than its children."""
     gain_B = hit_B.copy()
     for level in trie.levels[1:]:
         gain_B[level] *= gain_B[trie.parent_B[level]]
-    kept_B = np.flatnonzero(gain_B >= _LEAST_GAIN)
-    kept_B = kept_B[np.argsort(trie.sequence_B[kept_B], kind="stable")]
-    sequences = root_S.numel()
-    nodes_S = np.bincount(trie.sequence_B[kept_B], minlength=sequences)
+    order_B = np.lexsort((-gain_B, trie.sequence_B))
+    nodes_S = np.bincount(trie.sequence_B, minlength=root_S.numel())
+    rank_B = np.arange(order_B.size) - np.repeat(nodes_S.cumsum() - nodes_S, nodes_S)
+    fits_B = (rank_B < MOST_NODES) & (gain_B[order_B] >= _LEAST_GAIN)
+    kept_B, rank_B = order_B[fits_B], rank_B[fits_B]
     place_B = np.full(gain_B.size + 1, -1)  # in its sequence; the root's is the last, which -1 names as well
-    place_B[kept_B] = np.arange(kept_B.size) - np.repeat(nodes_S.cumsum() - nodes_S, nodes_S)
-    kept_B = kept_B[place_B[kept_B] < _MOST_NODES]
-    at = trie.sequence_B[kept_B], place_B[kept_B]
-
-    def spread(value_B: np.ndarray) -> np.ndarray:
-        value_SM = np.zeros((sequences, min(nodes_S.max(), _MOST_NODES)), value_B.dtype)
-        value_SM[at] = value_B
-        return value_SM
-
-    return _branches(
-        spread(trie.token_B[kept_B]),
-        spread(place_B[trie.parent_B[kept_B]]),
-        spread(hit_B[kept_B]),
-        spread(raw_B[kept_B]),
-        spread(bin_B[kept_B]),
-        root_S.device,
-    )
+    place_B[kept_B] = rank_B
+    whole_3SM = np.zeros((3, root_S.numel(), int(rank_B.max(initial=-1)) + 1), dtype=np.int64)
+    real_2SM = np.zeros((2, *whole_3SM.shape[1:]))
+    at = slice(None), trie.sequence_B[kept_B], rank_B
+    whole_3SM[at] = trie.token_B[kept_B], place_B[trie.parent_B[kept_B]], bin_B[kept_B]
+    real_2SM[at] = hit_B[kept_B], raw_B[kept_B]
+    return _branches(whole_3SM, real_2SM, root_S.device)
 
 
-def _branches(
-    token_SM: np.ndarray,
-    parent_SM: np.ndarray,
-    hit_SM: np.ndarray,
-    raw_SM: np.ndarray,
-    bin_SM: np.ndarray,
-    device: torch.device,
-) -> SuffixBranches:
-    token, parent, bins = (torch.from_numpy(x_SM.astype(np.int64)) for x_SM in (token_SM, parent_SM, bin_SM))
-    hit, raw = torch.from_numpy(hit_SM).float(), torch.from_numpy(raw_SM)
-    return SuffixBranches(token.to(device), parent.to(device), hit.to(device), raw, bins)
+def _branches(whole_3SM: np.ndarray, real_2SM: np.ndarray, device: torch.device) -> SuffixBranches:
+    """Of tokens, parents and bins, and of hits and raw probabilities."""
+    (token_SM, parent_SM, bin_SM), (hit_SM, raw_SM) = torch.from_numpy(whole_3SM), torch.from_numpy(real_2SM)
+    return SuffixBranches(token_SM.to(device), parent_SM.to(device), hit_SM.to(device), raw_SM, bin_SM)

@@ -8,11 +8,13 @@ least n tokens, c_n(v) were followed by v, and
 so that what a family lacks to 1 is the share of tokens that never followed. A match of n tokens at the root is one of
 n + d at a node of depth d, as the path to it agrees too.
 
-    X  matches    B  nodes of all sequences    F  families: the nodes of one parent    G  grades of agreement
+    X  matches    D  tokens that followed    U  tokens that followed, of all matches    B  nodes of all sequences
+    F  families: the nodes of one parent    G  grades of agreement
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +27,8 @@ BACK_OFF = 2.0
 """K: how many matches a shorter agreement's share is worth."""
 
 _GRADE_OF = np.searchsorted(GRADES, np.arange(LONGEST + 1), side="right") - 1
-_TOKEN_BITS = 32
+_FACTOR, _WORD = 0x5851F42D4C957F2D, 0x14057B7EF767814F
+"""Odd numbers, which make a path its code."""
 
 
 class Trie(NamedTuple):
@@ -33,6 +36,7 @@ class Trie(NamedTuple):
 
     sequence_B: np.ndarray
     parent_B: np.ndarray
+    depth_B: np.ndarray  # from 1
     token_B: np.ndarray
     share_B: np.ndarray
     family_B: np.ndarray
@@ -42,47 +46,73 @@ class Trie(NamedTuple):
 
 
 def grow_trie(matches: Matches) -> Trie | None:
-    """The tree of all that followed; None where nothing did. A family's tokens are distinct."""
-    sequence_X, length_X, next_XD = matches
-    node_X, nodes = -1 - sequence_X, 0  # roots are numbered from -1 down, nodes from 0 up
-    sequences, parents, tokens, levels, pairs = [], [], [], [], []
-    for depth in range(next_XD.shape[1]):
-        on_X = next_XD[:, depth] >= 0
-        if not on_X.any():
-            break
-        sequence_X, length_X, next_XD, node_X = sequence_X[on_X], length_X[on_X], next_XD[on_X], node_X[on_X]
-        key_B, first_B, child_X = np.unique(
-            (node_X << _TOKEN_BITS) + next_XD[:, depth], return_index=True, return_inverse=True
-        )
-        sequences.append(sequence_X[first_B])
-        parents.append(key_B >> _TOKEN_BITS)
-        tokens.append(key_B & ((1 << _TOKEN_BITS) - 1))
-        levels.append(slice(nodes, nodes + key_B.size))
-        node_X = nodes + child_X
-        nodes += key_B.size
-        pairs.append(node_X * len(GRADES) + _GRADE_OF[np.minimum(length_X + depth, LONGEST)])
-    if not levels:
+    """The tree of all that followed; None where nothing did. A family's tokens are distinct.
+
+    A node is a path behind a sequence's root, and known by a code of 64 bits: two paths of one code will not happen,
+    and would cost a node if they did, no token.
+    """
+    match_U, depth_U = np.nonzero(matches.next_XD >= 0)
+    if not match_U.size:
         return None
-    sequence_B, parent_B, token_B = np.concatenate(sequences), np.concatenate(parents), np.concatenate(tokens)
-    starts_B = np.append(True, parent_B[1:] != parent_B[:-1])
+    some_B, node_U = _distinct(_codes(matches)[match_U, depth_U])
+    nodes, sequences = some_B.size, int(matches.sequence_X[-1]) + 1
+    # What precedes a token in U is the one before it in the same match; roots are numbered behind the nodes.
+    sequence_B, depth_B = matches.sequence_X[match_U[some_B]], depth_U[some_B]
+    parent_B = np.where(depth_B > 0, node_U[some_B - 1], nodes + sequence_B)
+    family_B = depth_B * (nodes + sequences) + parent_B
+    order_B = family_B.argsort()
+    family_B, sequence_B, depth_B, some_B = (x_B[order_B] for x_B in (family_B, sequence_B, depth_B, some_B))
+    place_B = np.full(nodes + sequences, -1)
+    place_B[order_B] = np.arange(nodes)
+    starts_B = _starts(family_B)
     first_F, family_B = np.flatnonzero(starts_B), starts_B.cumsum() - 1
-    of_grade_BG = np.bincount(np.concatenate(pairs), minlength=nodes * len(GRADES)).reshape(nodes, len(GRADES))
-    count_BG = of_grade_BG[:, ::-1].cumsum(axis=1)[:, ::-1]  # of this grade or better
-    count_FG = np.add.reduceat(count_BG, first_F, axis=0)
+    grade_U = _GRADE_OF[np.minimum(matches.length_X[match_U] + depth_U, LONGEST)]
+    share_B, grade_F = _shares(place_B[node_U] * len(GRADES) + grade_U, nodes, first_F, family_B)
+    ends_D = np.searchsorted(depth_B, np.arange(depth_B[-1] + 1), side="right").tolist()
     return Trie(
         sequence_B,
-        np.maximum(parent_B, -1),
-        token_B,
-        _shares(count_BG, count_FG[family_B]),
+        place_B[parent_B[order_B]],
+        depth_B + 1,
+        matches.next_XD[match_U[some_B], depth_B],
+        share_B,
         family_B,
         first_F,
-        (count_FG > 0).sum(axis=1) - 1,
-        levels,
+        grade_F,
+        [slice(start, end) for start, end in pairwise((0, *ends_D))],
     )
 
 
-def _shares(count_BG: np.ndarray, of_BG: np.ndarray) -> np.ndarray:
-    share_B = np.zeros(len(count_BG))
-    for count_B, of_B in zip(count_BG.T, of_BG.T, strict=True):
-        share_B = (count_B + BACK_OFF * share_B) / (of_B + BACK_OFF)
-    return share_B
+def _distinct(code_U: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each code stands, anywhere, and which of them each is (np.unique, but for its stable sort)."""
+    order_U = code_U.argsort()
+    starts_U = _starts(code_U[order_U])
+    node_U = np.empty_like(order_U)
+    node_U[order_U] = starts_U.cumsum() - 1
+    return order_U[starts_U], node_U
+
+
+def _starts(sorted_B: np.ndarray) -> np.ndarray:
+    """Whether an entry differs from the one before."""
+    starts_B = np.ones(sorted_B.size, dtype=bool)
+    np.not_equal(sorted_B[1:], sorted_B[:-1], out=starts_B[1:])
+    return starts_B
+
+
+def _codes(matches: Matches) -> np.ndarray:
+    """Of what followed each match up to each token, and whose sequence it was, as numbers that wrap."""
+    power_D = np.multiply.accumulate(np.full(matches.next_XD.shape[1], _FACTOR, dtype=np.uint64))
+    word_XD = (matches.next_XD + 1).astype(np.uint64) * power_D
+    return word_XD.cumsum(axis=1) + (matches.sequence_X.astype(np.uint64) * np.uint64(_WORD))[:, None]
+
+
+def _shares(pair_U: np.ndarray, nodes: int, first_F: np.ndarray, family_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The nodes' shares, and the families' grades, from a node and a grade of each token. The recursion written out:
+
+    share = sum_n c_n(v) / K * prod_{m >= n} K / (C_m + K)
+    """
+    of_grade_BG = np.bincount(pair_U, minlength=nodes * len(GRADES)).reshape(nodes, len(GRADES))
+    count_BG = of_grade_BG[:, ::-1].cumsum(axis=1)[:, ::-1]  # of this grade or better
+    count_FG = np.add.reduceat(count_BG, first_F, axis=0)
+    left_FG = (BACK_OFF / (count_FG + BACK_OFF))[:, ::-1].cumprod(axis=1)[:, ::-1]
+    share_B = np.einsum("bg,bg->b", count_BG, left_FG[family_B]) / BACK_OFF
+    return share_B, (count_FG > 0).sum(axis=1) - 1

@@ -140,7 +140,7 @@ def pretrain(
     order = torch.randperm(len(usable), generator=generator).tolist()
     judges = min(len(usable) - 1, math.ceil(held_out * len(usable)))
     judge, teach = [usable[i] for i in order[:judges]] or usable, [usable[i] for i in order[judges:]]
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=config.learning_rate)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=config.fit_learning_rate)
     schedule = get_cosine_schedule_with_warmup(optimizer, round(config.warm_up * updates), updates)
     before = losses(drafter, model, judge, config, learn=False)
     queue: list[int] = []

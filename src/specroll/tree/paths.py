@@ -52,7 +52,16 @@ def paths(draft: Draft | Branches, root_S: Tensor, each: int) -> Paths:
 
 
 def spell_out(draft: Draft | Branches, root_S: Tensor, each: int) -> tuple[Branches, Tensor]:
-    """A draft's best `each` paths of every sequence as branches, best first, and what the draft calls them [S, M]."""
+    """A draft's best `each` paths of every sequence as branches, and what the draft calls them [S, M].
+
+    Parents come before their children. Branches that are no more are left as they are.
+    """
+    if isinstance(draft, Branches) and draft.token_SM.shape[1] <= each:
+        place_M = torch.arange(draft.token_SM.shape[1], device=root_S.device)
+        follows_SM = (draft.parent_SM >= -1) & (draft.parent_SM < place_M)
+        parent_SM = draft.parent_SM.where(follows_SM, -1)
+        hit_SM = draft.hit_SM.double().where(follows_SM, 0.0)
+        return Branches(draft.token_SM, parent_SM, hit_SM), place_M.expand_as(parent_SM)
     found = paths(draft, root_S, each)
     gain_SM, path_SM = found.gain_SP.topk(min(each, found.gain_SP.shape[1]), dim=-1)
     path_SM = path_SM + 1
@@ -76,7 +85,7 @@ def _of_branches(draft: Branches, root_S: Tensor) -> Paths:
     gain_SP = torch.where(place_P == 0, 1.0, hit_SP)
     depth_SP = (place_P > 0).long().expand_as(parent_SP)
     jump_SP = parent_SP
-    for _ in range(nodes.bit_length()):
+    while bool(jump_SP.any()):  # waits for the device, where as many steps as there could be would take longer
         gain_SP = gain_SP * gain_SP.gather(1, jump_SP)
         depth_SP = depth_SP + depth_SP.gather(1, jump_SP)
         jump_SP = jump_SP.gather(1, jump_SP)

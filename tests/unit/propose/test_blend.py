@@ -164,6 +164,18 @@ def test_each_member_hears_of_the_tree_in_its_own_terms(own: list[Draft | Branch
         assert torch.equal(heard_tree.parent_N, tree.parent_N)
 
 
+def test_what_is_behind_no_node_is_none() -> None:
+    """The other member's nodes have the same tokens behind the same root, and theirs is a tree."""
+    torn = branches([[(-1, 0.5), (0, 0.0), (1, 0.9), (2, 0.8)]], tokens=3)
+    whole = branches([[(-1, 0.4), (0, 0.4), (1, 0.4), (2, 0.4)]], tokens=3)
+    for members in ((torn, whole), (whole, torn)):
+        proposal = blend_of([Told(draft) for draft in members]).propose(features(1))
+        tree = grow(proposal, torch.tensor([99]), 16)
+        assert {path_of(tree, row) for row in range(1, tree.token_N.numel())} == {(3,) * n for n in range(1, 5)}
+    alone = blend_of([Told(torn)]).propose(features(1))
+    assert grow(alone, torch.tensor([99]), 16).token_N.tolist() == [99, 3]
+
+
 def test_a_blend_may_be_a_member() -> None:
     one, other = (branches([[(-1, 0.5), (0, 0.5)]], tokens=t) for t in (3, 5))
     inner, outer = Told(one), Told(other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specroll.propose.hits import MEMORY, BinnedHits, outcomes
+from specroll.propose.hits import EVERY, MEMORY, SETTLED, BinnedHits, outcomes
 from specroll.tree import grow
 from specroll.types import Branches, Draws, Tree, Verdict
 from specroll.verify.walk import walk
@@ -26,6 +26,12 @@ def test_a_bin_learns_how_far_its_promises_are_off_and_forgets() -> None:
         for _ in range(int(MEMORY)):
             hits.observe(torch.full((1, 7), 0.4), torch.zeros(1, 7, dtype=torch.int64), known_SM, drawn_SM)
         assert hits.hit(raw_SM, bin_SM)[0].tolist() == pytest.approx([expected, 0.4, 0.03], rel=0.02)
+
+
+def test_once_much_is_known_one_round_in_a_few_teaches() -> None:
+    hits = BinnedHits(1)
+    due = [hits.due() for _ in range(SETTLED + 5 * EVERY)]
+    assert all(due[:SETTLED]) and sum(due[SETTLED:]) == 5
 
 
 def test_no_hit_is_certain() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specroll import noise
-from specroll.propose.suffix import SuffixBranches, SuffixProposer
+from specroll.propose import suffix
+from specroll.propose.suffix import MOST_NODES, SuffixBranches, SuffixProposer
 from specroll.propose.suffix_index import LONGEST, MOST_PLACES, Matches, SuffixIndex
 from specroll.propose.suffix_trie import BACK_OFF, GRADES, grow_trie
 from specroll.tree import grow
@@ -183,6 +185,35 @@ def test_what_followed_longer_agreements_is_ranked_first() -> None:
     assert hits[(6,)] > hits[(5,)]
 
 
+def gains_of(draft: SuffixBranches, sequence: int) -> list[tuple[tuple[int, ...], float]]:
+    """Each path with the probability that the draws follow it."""
+    hits = paths_of(draft, sequence)
+    return [(path, math.prod(hits[path[:end]] for end in range(1, len(path) + 1))) for path in hits]
+
+
+def test_the_best_nodes_are_proposed_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two sequences whose roots were followed by much; a third one's never came before."""
+    proposer = SuffixProposer(depth=6)
+    for sample in range(20):
+        often, seldom = sample // 4, 30 + sample
+        proposer.ended(RunningText((9,), [1, 2, 3, often, often, often, seldom, 8, 8], sample))
+    texts = [RunningText((9,), response, 50 + at) for at, response in enumerate(([4, 1], [7], [4, 1, 2]))]
+    every = proposer.propose(features(texts))
+    assert every.token_SM.shape == (3, MOST_NODES)
+    monkeypatch.setattr(suffix, "MOST_NODES", 1000)
+    whole = proposer.propose(features(texts))
+    monkeypatch.setattr(suffix, "_LEAST_GAIN", 0.0)
+    more = proposer.propose(features(texts))
+    for sequence in (0, 2):
+        gains = gains_of(whole, sequence)
+        assert len(gains) > MOST_NODES
+        assert [gain for _, gain in gains] == sorted((gain for _, gain in gains), reverse=True)
+        assert gains_of(every, sequence) == gains[:MOST_NODES]
+        worth = {path for path, gain in gains_of(more, sequence) if gain >= 0.01}
+        assert {path for path, _ in gains} == worth and len(worth) < len(gains_of(more, sequence))
+    assert gains_of(every, 1) == []
+
+
 def test_noise_is_weighed_as_the_target_will() -> None:
     """Two tokens of one share: the one with more noise at the position of its draw is the likelier."""
     proposer = SuffixProposer(depth=1)
@@ -196,6 +227,26 @@ def test_noise_is_weighed_as_the_target_will() -> None:
         assert max(hits, key=hits.__getitem__) == (best,)
         winners.add(best)
     assert winners == {2, 3}
+
+
+def test_noise_is_that_of_the_place_and_the_seed_however_long_a_text_is() -> None:
+    proposer = SuffixProposer(depth=2)
+    for sample, token in enumerate((2, 3) * 4):
+        proposer.ended(RunningText((9, 8), [1, token], sample))
+    response = [1]
+    text = RunningText((9, 8), response, 17)
+    winners = Counter[int]()
+    for length in range(1, 300):
+        if response[-1] == 1:
+            sampling = SamplingParams(seed=length % 3)
+            hits = paths_of(proposer.propose(features([text], sampling)), 0)
+            place = torch.tensor([2 + length])
+            noise_C = noise.gumbel(sampling.seed, torch.tensor([17]), place, torch.tensor([2, 3]))[0]
+            best = 2 + int(noise_C.argmax())
+            assert hits.get((best,), 0.0) >= hits.get((5 - best,), 0.0)
+            winners[best] += (best,) in hits
+        response.append(1 if length % 20 == 0 else 10 + length)
+    assert min(winners[2], winners[3]) > 3
 
 
 def test_what_never_followed_is_one_more_rival() -> None:

@@ -141,7 +141,7 @@ class TestBeforeARun:
 
     def test_the_seed_decides(self) -> None:
         model, teach = plain("llama")[0], recorded(plain("llama")[0], more_requests(0))
-        config = FastGRPOConfig(learning_rate=1e-2, batch_responses=4)
+        config = FastGRPOConfig(fit_learning_rate=1e-2, batch_responses=4)
         results = []
         for seed in (0, 0, 1):
             drafter = drafter_of("llama", taught=False)

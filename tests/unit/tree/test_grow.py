@@ -221,6 +221,17 @@ def test_spelled_out_a_draft_grows_the_same_trees(kind: str, nodes: int) -> None
     assert torch.equal(called_N, expected.rank_N)
 
 
+@pytest.mark.parametrize("parent", [1, 2, 5, -2])
+def test_spelled_out_a_node_that_does_not_follow_its_parent_is_none(parent: int) -> None:
+    branches = make_branches([[(-1, 0.5), (0, 0.5), (0, 0.4), (1, 0.9)]])
+    branches.parent_SM[0, 1] = parent
+    spelled, rank_SM = spell_out(branches, torch.tensor([3]), 4)
+    assert rank_SM.tolist() == [[0, 1, 2, 3]]
+    assert spelled.hit_SM.tolist() == [pytest.approx([0.5, 0.0, 0.4, 0.9])]
+    assert grow(spelled, torch.tensor([3]), 4).rank_N.tolist() == [0, 0, 2]
+    assert bool(((spelled.parent_SM >= -1) & (spelled.parent_SM < torch.arange(4))).all())
+
+
 def test_the_budget_goes_where_it_is_worth_most() -> None:
     """A sequence that knows much gets nodes that one which knows nothing does not."""
     hit_SKC = torch.tensor([[[0.9, 0.05], [0.8, 0.05]], [[0.1, 0.05], [0.1, 0.05]]])
