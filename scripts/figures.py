@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,31 @@ def better_heads() -> str:
         f"ones tokens/s over those of path, by running sequences; ms are of a proposal. {', '.join(passes)}."
     )
     return "\n".join([*lines, "", told, "", f"`{r['command']}`, {_machine(r['machine'])}."])
+
+
+def methods() -> str:
+    r = _load("methods")
+    named = {
+        "heads / plain": "heads_over_plain_generation",
+        "both / plain": "specroll_over_plain_generation",
+        "both / heads": "specroll_over_heads_generation",
+        "FastGRPO / plain": "fastgrpo_over_plain_generation",
+        "both / FastGRPO": "specroll_over_fastgrpo_generation",
+        "end to end": "specroll_over_fastgrpo_end_to_end",
+    }
+    named = {head: key for head, key in named.items() if key in r}
+    epochs = {f"suffixes / plain, epoch {int(epoch) + 1}": found for epoch, found in r["suffix_over_plain"].items()}
+    lines = [_row("setting", *named, *epochs), _row("---", *["---"] * (len(named) + len(epochs)))]
+    columns = [r[key] for key in named.values()] + list(epochs.values())
+    for setting in columns[0]["settings"]:
+        lines.append(_row(setting, *(_interval(c["settings"][setting], "ratio", 2) for c in columns)))
+    per_round = defaultdict(list)
+    for cell in r["cells"].values():
+        per_round[cell["method"]].append(f"{cell['tokens_per_round']:.2f}")
+    told = "; ".join(f"{method} {', '.join(found)}" for method, found in per_round.items() if method != "plain")
+    share = ", ".join(f"{c['generation_share']:.0%}" for c in r["cells"].values() if c["method"] == "plain")
+    said = f"Tokens per round: {told}. Generation's share of a step with plain decoding: {share}."
+    return "\n".join([*lines, "", said, "", f"`{r['command']}`, {_machine(r['machine'])}."])
 
 
 def _columns(corner: str, columns: dict[str, dict[str, float]]) -> list[str]:

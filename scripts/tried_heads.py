@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from specroll.budget.calibrate import HitCalibrator
 from specroll.config import HeadsConfig
 from specroll.propose.heads import FutureHeads, rms_norm
-from specroll.propose.proposer import Best, HeadsProposer, _product
+from specroll.propose.products import HeadProducts, _product
+from specroll.propose.proposer import Best, HeadsProposer
 from specroll.types import Branches, Draft, Tree, Verdict
 
 LAYERS = 3
@@ -55,19 +56,20 @@ class LayerHeads(FutureHeads):
 class LayerProposer(HeadsProposer):
     heads: LayerHeads
 
+    _made: HeadProducts | None = None
+
     def best(self, hidden_SH: Tensor, *args: Any, **kwargs: Any) -> Best:
         state_SH, deep_SX = hidden_SH.float().tensor_split([self.heads.hidden_size], dim=-1)
         products = HeadsProposer._prepared(self)
+        if products is not self._made:
+            self._made, self._deep = products, _product(self.heads.deep_IX, None, self._readout.row_VH.dtype)
         deep_SI = self._deep(deep_SX)
-        self._told = products._replace(bias_K=tuple(bias_I + deep_SI for bias_I in products.bias_K))
+        self._told = copy.copy(products)
+        self._told._bias_K = tuple(bias_I + deep_SI for bias_I in products._bias_K)
         return super().best(state_SH, *args, **kwargs)
 
-    def _prepared(self) -> Any:
+    def _prepared(self) -> HeadProducts:
         return self._told
-
-    def _prepare(self, stamp: tuple[int, ...]) -> Any:
-        self._deep = _product(self.heads.deep_IX, None, self._readout.row_VH.dtype)
-        return super()._prepare(stamp)
 
 
 class PairHeads(FutureHeads):
@@ -102,13 +104,13 @@ class Stepper(HeadsProposer):
     def first(self, hidden_SH: Tensor, root_S: Tensor) -> tuple[Any, Tensor]:
         """What the further horizons start from, and the first one's logits [S, V]."""
         products = self._prepared()
-        state_SH = self._step(products, 0, hidden_SH.float(), [products.token_B[0](self._embed(root_S))])
+        state_SH = products.state(0, hidden_SH.float(), products.told(root_S))
         return state_SH, self._readout.finish(products.readout(state_SH))
 
     def following(self, k: int, before: Any, row_R: Tensor, index_R: Tensor) -> tuple[Any, Tensor]:
         """The same of horizon index k, where rows of the one before go on with drafted tokens."""
         products = self._prepared()
-        state_RH = self._step(products, k, before[row_R], [self._drafted(products, index_R)])
+        state_RH = products.state(k, before[row_R], products.told_drafted(index_R))
         return state_RH, self._readout.finish(products.readout(state_RH))
 
 
@@ -117,8 +119,8 @@ class PairProposer(HeadsProposer):
 
     def first(self, hidden_SH: Tensor, root_S: Tensor) -> tuple[Any, Tensor]:
         products, hidden_SH = self._prepared(), hidden_SH.float()
-        told_BSI = [product(self._embed(root_S)) for product in products.token_B]
-        states_K = [self._step(products, k, hidden_SH, told_BSI) for k in range(self.horizons)]
+        told_BSI = products.told(root_S)
+        states_K = [products.state(k, hidden_SH, told_BSI) for k in range(self.horizons)]
         logits_SKV = products.readout(torch.stack(states_K, dim=1))
         return (logits_SKV, torch.arange(root_S.numel())), self._readout.finish(logits_SKV[:, 0])
 
@@ -127,10 +129,14 @@ class PairProposer(HeadsProposer):
         sequence_R = sequence_R[row_R]
         return (logits_SKV, sequence_R), self._readout.finish(logits_SKV[sequence_R, k] + self._pair_VV[index_R])
 
-    def _prepare(self, stamp: tuple[int, ...]) -> Any:
-        products, vocabulary_V = super()._prepare(stamp), self.heads.vocabulary_V
-        assert vocabulary_V is not None and self._readout.bias_V is None
-        self._pair_VV = products.readout(self.heads.told(self._embed(vocabulary_V)))
+    _made: HeadProducts | None = None
+
+    def _prepared(self) -> HeadProducts:
+        products, vocabulary_V = super()._prepared(), self.heads.vocabulary_V
+        if products is not self._made:
+            assert vocabulary_V is not None and self._readout.bias_V is None
+            self._pair_VV = products.readout(self.heads.told(products.embedded(vocabulary_V)))
+            self._made = products
         return products
 
     def best(self, hidden_SH: Tensor, root_S: Tensor, noise_SKV: Any, recall: Any = None, **_: Any) -> Best:

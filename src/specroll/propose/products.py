@@ -40,7 +40,7 @@ class HeadProducts:
         self._drafted_VF: Tensor | None = None
         """`_token_B` of every drafted token, where there are few."""
         if heads.shares and heads.vocabulary_V is not None:
-            self._drafted_VF = self._token_B[0](self._embed(heads.vocabulary_V))
+            self._drafted_VF = self._token_B[0](self.embedded(heads.vocabulary_V))
         self._bias_K = heads.bias_KF.unbind()
         self._second_B = [product(second_HF) for second_HF in heads.second_BHF]
         self.readout = _product(readout.row_VH, readout.bias_V, dtype)
@@ -52,7 +52,7 @@ class HeadProducts:
 
     def told(self, token_S: Tensor) -> list[Tensor]:
         """What the first layers add for a token, by block, [S, F] each."""
-        return [product(self._embed(token_S)) for product in self._token_B]
+        return [product(self.embedded(token_S)) for product in self._token_B]
 
     def told_drafted(self, index_S: Tensor) -> list[Tensor]:
         """The same of drafted tokens, by their places in the draft vocabulary."""
@@ -66,7 +66,8 @@ class HeadProducts:
             inner_SF.add_(told_BSF[block])
         return self._second_B[block](F.silu(inner_SF)).add_(state_SH)
 
-    def _embed(self, token_S: Tensor) -> Tensor:
+    def embedded(self, token_S: Tensor) -> Tensor:
+        """What first layers see of a token, [S, H]."""
         return rms_norm(embed(self._model, token_S).float())
 
 
