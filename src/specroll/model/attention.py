@@ -237,7 +237,9 @@ def attend_slots(
     running, _, queries, live = mask.shape
     # What is read is what the writing gives, or a tracer would not know which of them comes first.
     k, v = (
-        memory.view(-1, width).index_copy_(0, write_X, rows.reshape(-1, width)).view(memory.shape)[:running, :, :live]
+        memory.view(-1, width)
+        .index_copy_(0, write_X, rows.reshape(-1, width).to(memory.dtype))
+        .view(memory.shape)[:running, :, :live]
         for memory, rows in ((key_memory, key), (value_memory, value))
     )
     q = query.transpose(0, 1).reshape(-1, width).index_select(0, query_X).view(running, heads, queries, width)

@@ -232,10 +232,10 @@ def test_a_surface_of_another_model_is_not_used(cache: Path) -> None:
         "{",
         "[]",
         '{"key": 1}',
-        '{"version": 6, "key": KEY, "rows": [2, 1], "seconds": [1, 1], "context": PRICE}',
-        '{"version": 6, "key": KEY, "rows": [1, 2], "seconds": [1, 1], "context": {"per_sequence": -1, "per_row": 0}}',
-        '{"version": 6, "key": KEY, "rows": [1, 2], "seconds": [1, 1], "context": {}}',
-        '{"version": 6, "key": KEY, "rows": "ab", "seconds": [1, 1], "context": PRICE}',
+        '{"version": 7, "key": KEY, "rows": [2, 1], "seconds": [1, 1], "context": PRICE}',
+        '{"version": 7, "key": KEY, "rows": [1, 2], "seconds": [1, 1], "context": {"per_sequence": -1, "per_row": 0}}',
+        '{"version": 7, "key": KEY, "rows": [1, 2], "seconds": [1, 1], "context": {}}',
+        '{"version": 7, "key": KEY, "rows": "ab", "seconds": [1, 1], "context": PRICE}',
     ],
 )
 def test_a_damaged_cache_is_measured_again(cache: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
