@@ -344,8 +344,21 @@ def methods() -> str:
         per_round[cell["method"]].append(f"{cell['tokens_per_round']:.2f}")
     told = "; ".join(f"{method} {', '.join(found)}" for method, found in per_round.items() if method != "plain")
     share = ", ".join(f"{c['generation_share']:.0%}" for c in r["cells"].values() if c["method"] == "plain")
-    said = f"Tokens per round: {told}. Generation's share of a step with plain decoding: {share}."
+    fit = _load("drafter_fit")
+    said = (
+        f"Tokens per round: {told}. Generation's share of a step with plain decoding: {share}. The rival's drafter was "
+        f"fitted on {fit['responses']} responses in {fit['updates']} updates (`{fit['command']}`): its likeliest token "
+        f"is drawn in {fit['after']['hits']:.0%} of places, {fit['tokens_per_round_after']:.2f} tokens per round with "
+        f"{fit['nodes']} nodes. Tuned, it runs with: {_tuned(r['tuning'])}."
+    )
     return "\n".join([*lines, "", said, "", f"`{r['command']}`, {_machine(r['machine'])}."])
+
+
+def _tuned(tuning: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{name}, {', '.join(f'{key} {value}' for key, value in found['settings'].items())}"
+        for name, found in tuning.items()
+    )
 
 
 def _columns(corner: str, columns: dict[str, dict[str, float]]) -> list[str]:
