@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from specroll.device import multiplies_bfloat16
 from specroll.engine import Engine
 from specroll.model import fused, linear, trace
 from specroll.model.fused import FusedLayers
@@ -87,6 +88,18 @@ def test_packs_come_and_go_with_the_values_of_weights(monkeypatch: pytest.Monkey
         model.model.layers[0].mlp.up_proj.weight.mul_(1.0 + 1e-3)
     assert worst_difference(target, TOKENS) < 1e-5 and count(target) == 2
     assert programs(target) == 3
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(torch.device("cpu")), reason="no bfloat16 packs on this processor")
+def test_packed_products_with_biases_are_inside_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_SMALLEST", 0)
+    model = tiny("qwen2", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.bias.fill_(0.5)
+    target = HFTarget(model)
+    assert count(target) == 2 and target._packed.count > 0, "each layer's program agreed with its own forward"
+    assert worst_difference(target, TOKENS) <= 2 * TOLERANCE[torch.bfloat16]  # so few weights round much
 
 
 @pytest.mark.parametrize("kind", ["all", "some", "merged", "dora"])

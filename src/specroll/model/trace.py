@@ -207,10 +207,6 @@ def _is_call(node: fx.Node) -> bool:
     return node.target in (_LINEAR, _ATTEND)
 
 
-def _writes(node: fx.Node) -> bool:
-    return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-
-
 def _is_free(node: fx.Node) -> bool:
     """Whether nothing is to be computed for it: not worth a compiled piece."""
     return node.op != "call_function" or _is_call(node) or getattr(node.target, "is_view", False)
@@ -242,10 +238,7 @@ def together(*results: Any) -> tuple[Any, ...]:
 
 
 def _stages(graph: fx.GraphModule) -> dict[fx.Node, int]:
-    """In which part of the graph each node is, odd ones for calls: these as early as can be, and so is what writes.
-
-    All else is as late as can be.
-    """
+    """In which part of the graph each node is, odd ones for calls: these as early as can be, all else as late."""
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     stage: dict[fx.Node, int] = {}
     for node in nodes:
@@ -253,7 +246,7 @@ def _stages(graph: fx.GraphModule) -> dict[fx.Node, int]:
         stage[node] = before + (before % 2 != _is_call(node))
     last = max(stage.values()) // 2 * 2
     for node in reversed(nodes):
-        if not _is_call(node) and not _writes(node):
+        if not _is_call(node):
             parts = [user for user in node.users if user.target == operator.getitem]
             users = {user for of in (node, *parts) for user in of.users} - set(parts)
             stage[node] = min((stage[user] // 2 * 2 for user in users if user in stage), default=last)
