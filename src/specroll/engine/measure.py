@@ -18,8 +18,8 @@ from specroll.guard import Guard
 from specroll.model.cache import SlotCache
 from specroll.model.target import HFTarget
 from specroll.sampling import draw
-from specroll.tree.grow import grow
-from specroll.types import Features, RunningText, SamplingParams, TargetOutput, Tree
+from specroll.tree.grow import chains, grow
+from specroll.types import Features, RunningText, SamplingParams, TargetOutput
 
 _MOST_ROWS = 128
 _ROWS_PER_TREE = 4
@@ -112,8 +112,8 @@ def chain_pass(target: HFTarget, *, running: int, size: int, context: int = BASE
     context = min(context, target.cache.length - size)
     slot = torch.arange(size, device=device).repeat(running)
     sequence = torch.arange(running, device=device).repeat_interleave(size)
-    parent = sequence * size + (slot - 1).clamp(min=0)
-    chain = Tree(slot % target.vocab_size, parent, slot, sequence, slot, slot * 0, size, size - 1)
+    chain = chains(sequence, slot, size)
+    chain = replace(chain, token_N=chain.token_N % target.vocab_size)
     length = torch.full((running,), context, device=device)
 
     def run() -> TargetOutput:

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from specroll.model.cache import SlotCache
+from specroll.tree.grow import chains
 from specroll.types import Tree
 
 NAME = "specroll"
@@ -174,21 +175,12 @@ class TreePass:
         size = min(rows, 3)
         row_N = torch.arange(rows)
         sequence_N, slot_N = row_N // size, row_N % size
-        tree = Tree(
-            token_N=torch.zeros_like(row_N),
-            parent_N=torch.where(slot_N > 0, row_N - 1, row_N),
-            depth_N=slot_N,
-            sequence_N=sequence_N,
-            slot_N=slot_N,
-            rank_N=torch.zeros_like(row_N),
-            size=size,
-            max_depth=size - 1,
-        )
         running = int(sequence_N[-1]) + 1
         length_S = 2 + torch.arange(running) % 5
         cache = SlotCache(self.cache.shape, running + 1, 11)
         cache.memory.normal_(generator=torch.Generator().manual_seed(0))
-        return TreePass(cache, tree, length_S, int(length_S.max()), slot_N[:, None] >= torch.arange(size))
+        seen_Nn = slot_N[:, None] >= torch.arange(size)
+        return TreePass(cache, chains(sequence_N, slot_N, size), length_S, int(length_S.max()), seen_Nn)
 
 
 class PaddedTreePass(TreePass):

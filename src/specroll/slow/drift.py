@@ -5,8 +5,7 @@ its regret, the probability that its best candidates leave to better ones. Of an
 horizon's hits behind its roots, which make a number of their own. A policy that moves lets hits fall and regret rise.
 Single windows do that by chance, and a rollout's responses tell of each other (its prompts are few, and differ). So
 each number is added up over windows as far as it is beyond what its baseline explains: Page's test, which finds a
-collapse in a few windows, what is slighter in more, and never goes by one alone. To hold counted hits against how sure
-the heads were of them was tried: what prompts differ by shrinks by a fifth, and so does what a change shows.
+collapse in a few windows, what is slighter in more, and never goes by one alone.
 
     K  horizons    P  positions    X  responses
 """

@@ -109,3 +109,10 @@ def rank(draft: Draft | Branches, root_S: Tensor, most: int, each: int, sound: T
     real = len(gain) - gain.count(0.0)  # explicit trees may have fewer nodes than places
     sequence = list(map(int, sequence[:real]))
     return Ranked(gain[:real], sequence, path_M, sequence_M, root_S, found, sound=all(all_sound))
+
+
+def chains(sequence_N: Tensor, slot_N: Tensor, size: int) -> Tree:
+    """Made-up rows, sequence by sequence, each behind the one before it (slot 0 is a root); tokens are the slots."""
+    row_N = torch.arange(slot_N.numel(), device=slot_N.device)
+    parent_N = row_N - (slot_N > 0).long()
+    return Tree(slot_N, parent_N, slot_N, sequence_N, slot_N, torch.zeros_like(slot_N), size, size - 1)
