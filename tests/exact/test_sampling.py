@@ -158,6 +158,11 @@ def test_equal_logits_at_the_edge_of_top_p_keep_the_highest_ids() -> None:
     assert law.token_NC.tolist() == [[1, 3, 4]]
 
 
+def test_a_mass_of_just_what_top_p_removes_is_removed() -> None:
+    law = process(torch.zeros(1, 4), SamplingParams(top_p=0.75))
+    assert law.token_NC.tolist() == [[1, 2, 3]]
+
+
 def test_top_k_and_min_p_keep_all_that_are_equal() -> None:
     logits_NV = torch.tensor([[1.0, 0.0, 1.0, 1.0, -3.0]])
     assert process(logits_NV, SamplingParams(top_k=2)).token_NC.tolist() == [[0, 2, 3]]
