@@ -6,7 +6,7 @@ float32. Rows never influence one another. Knows the noise; knows nothing of mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specroll import noise
-from specroll.truncation import BLOCK, BadLogitsError, Packer, Reader, Scores, preselect, select, truncate
+from specroll.truncation import BLOCK, BadLogitsError, Outline, Packer, Reader, preselect, select, truncate
 from specroll.types import Draws, SamplingParams
 
 if TYPE_CHECKING:
@@ -108,18 +108,6 @@ class _Sparse(NamedTuple):
     kept_mass_N: Tensor
 
 
-class _Found(NamedTuple):
-    """Tokens of a chunk of rows in flat lists, and what their truncation needs."""
-
-    row_M: Tensor
-    token_M: Tensor
-    score_M: Tensor
-    logp_M: Tensor  # at the law's temperature, before truncation
-    logp_raw_M: Tensor  # at temperature 1
-    top_N: Tensor
-    total_N: Tensor
-
-
 def _truncation(sampling: SamplingParams, vocab_size: int) -> tuple[int, float, float] | None:
     """(top_k, top_p, min_p), or nothing if they cannot remove a token."""
     top_k = sampling.top_k if sampling.top_k < vocab_size else 0
@@ -127,52 +115,48 @@ def _truncation(sampling: SamplingParams, vocab_size: int) -> tuple[int, float, 
     return None if whole else (top_k, sampling.top_p, sampling.min_p)
 
 
-def _find(logits_NV: Tensor, temperature: float, find: Callable[[Scores, slice], tuple[Tensor, Tensor]]) -> _Found:
-    """Run `find` over chunks of rows: it gets their scores and returns the rows (from 0) and tokens that it wants."""
-    reader = Reader(logits_NV)
-    parts = []
-    for rows in reader.chunks:
-        scores = reader.read(rows, temperature)
-        row_M, token_M = find(scores, rows)
-        score_M = scores.score_M(row_M, token_M)
-        logp_raw_M = logp_M = scores.logp_M(row_M, score_M)
-        if temperature != 1:
-            raw = reader.read(rows, 1.0)
-            logp_raw_M = raw.logp_M(row_M, raw.score_M(row_M, token_M))
-        parts.append(_Found(row_M + rows.start, token_M, score_M, logp_M, logp_raw_M, scores.top_N, scores.total_N))
-    return parts[0] if len(parts) == 1 else _Found(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
-
-
 def _sparse(logits_NV: Tensor, sampling: SamplingParams) -> _Sparse:
     """The law of greedy or truncated sampling."""
     if sampling.temperature == 0:
-        found = _find(logits_NV, 1.0, lambda scores, _: select(scores.score_NP, scores.score_max_NB, scores.top_N))
-        first_N = Packer(found.row_M, len(found.top_N)).first_N
-        row_M, token_M, logp_raw_M = (column[first_N] for column in (found.row_M, found.token_M, found.logp_raw_M))
-        return _Sparse(row_M, token_M, torch.zeros_like(logp_raw_M), logp_raw_M, torch.ones_like(logp_raw_M))
-    vocab_size = logits_NV.shape[1]
-    truncation = _truncation(sampling, vocab_size) or (0, 1.0, 0.0)
-    found = _find(logits_NV, sampling.temperature, lambda scores, _: preselect(scores, *truncation, vocab_size))
-    kept_K = truncate(found.row_M, found.score_M, found.top_N, found.total_N, *truncation).nonzero().squeeze(1)
-    row_M, token_M, logp_M, logp_raw_M = (
-        column_M.index_select(0, kept_K) for column_M in (found.row_M, found.token_M, found.logp_M, found.logp_raw_M)
-    )
-    mass_N = torch.bincount(row_M, weights=logp_M.double().exp_(), minlength=len(found.top_N))
+        return _greedy(logits_NV)
+    reader = Reader(logits_NV, sampling.temperature)
+    outline = reader.outline()
+    truncation = _truncation(sampling, reader.vocab_size) or (0, 1.0, 0.0)
+    row_M, token_M, score_M = preselect(reader, outline, *truncation)
+    kept_K = truncate(row_M, score_M, outline.top_N, outline.total_N, *truncation).nonzero().squeeze(1)
+    row_M, token_M, score_M = (found_M.index_select(0, kept_K) for found_M in (row_M, token_M, score_M))
+    logp_M = outline.logp_M(row_M, score_M)
+    logp_raw_M = logp_M if sampling.temperature == 1 else _raw(logits_NV, row_M, token_M)
+    mass_N = torch.bincount(row_M, weights=logp_M.double().exp_(), minlength=len(outline.top_N))
     return _Sparse(row_M, token_M, logp_M - mass_N.log().float()[row_M], logp_raw_M, mass_N.float())
 
 
-def _whole(logits_NV: Tensor, temperature: float) -> Law:
+def _greedy(logits_NV: Tensor) -> _Sparse:
     reader = Reader(logits_NV)
-    vocab_size = reader.vocab_size
+    outline = reader.outline()
+    row_M, token_M, score_M = select(reader.score_KW, outline.score_max_NB, outline.top_N)
+    first_N = Packer(row_M, len(outline.top_N)).first_N  # of equal scores the lowest token id
+    row_M, token_M, score_M = row_M[first_N], token_M[first_N], score_M[first_N]
+    logp_raw_M = outline.logp_M(row_M, score_M)
+    return _Sparse(row_M, token_M, torch.zeros_like(logp_raw_M), logp_raw_M, torch.ones_like(logp_raw_M))
 
+
+def _raw(logits_NV: Tensor, row_M: Tensor, token_M: Tensor) -> Tensor:
+    """log p of tokens at temperature 1 without truncation."""
+    reader = Reader(logits_NV)
+    return reader.outline().logp_M(row_M, reader.score_M(row_M, token_M))
+
+
+def _whole(logits_NV: Tensor, temperature: float) -> Law:
     def logp(temperature: float) -> Tensor:
+        reader = Reader(logits_NV, temperature)
         logp_NV = torch.empty(logits_NV.shape, device=logits_NV.device)
         for rows in reader.chunks:
-            logp_NV[rows] = reader.read(rows, temperature).logp_NP()[:, :vocab_size]
+            logp_NV[rows] = reader.read(rows).logp_NP()[:, : reader.vocab_size]
         return logp_NV
 
     logp_NV = logp(temperature)
-    token_NV = torch.arange(vocab_size, device=logits_NV.device).expand_as(logp_NV)
+    token_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device).expand_as(logp_NV)
     return Law(token_NV, logp_NV, logp_NV if temperature == 1 else logp(1.0), torch.ones_like(logp_NV[:, 0]))
 
 
@@ -182,21 +166,32 @@ def _contenders(logits_NV: Tensor, temperature: float, key_N2: Tensor) -> _Spars
     The winner of argmax log p + g minimises e / p, e = -log1p(-v) in [v, 17 v] for the uniform v behind its noise. So
     the smallest v / p bounds it, and only tokens within the bound need the logarithms.
     """
-    vocab_size = logits_NV.shape[1]
-
-    def find(scores: Scores, rows: slice) -> tuple[Tensor, Tensor]:
-        chance_NP = scores.weight_NP  # -v / weight, in the place of the weights
-        chance_NP[:, vocab_size:] = -torch.inf
-        uniform_NV = noise.uniform_all(key_N2[rows], vocab_size).neg_()
-        torch.div(uniform_NV, scores.weight_NP[:, :vocab_size], out=chance_NP[:, :vocab_size])
-        chance_max_NB = chance_NP.view(len(uniform_NV), -1, BLOCK).amax(-1)
+    reader = Reader(logits_NV, temperature)
+    found, outlines = [], []
+    for rows in reader.chunks:
+        scores = reader.read(rows)
+        chance_NP = _chances(scores.weight_NP, noise.uniform_all(key_N2[rows], reader.vocab_size))
+        chance_NBW = chance_NP.view(len(chance_NP), -1, BLOCK)
+        chance_max_NB = chance_NBW.amax(-1)
         best_N = chance_max_NB.amax(-1)
         v_N = (-best_N).clamp_max(noise.V_MAX)  # at least the v of the best: no weight is above 1
         bound_N = best_N * (torch.log1p(-v_N) / -v_N) * (1 + _RACE_SLACK)
-        return select(chance_NP, chance_max_NB, bound_N)
+        row_M, token_M, _ = select(lambda row_K, block_K, of=chance_NBW: of[row_K, block_K], chance_max_NB, bound_N)
+        found.append((row_M + rows.start, token_M))
+        outlines.append(scores.outline)
+    row_M, token_M = (torch.cat(parts) for parts in zip(*found, strict=True))
+    outline = Outline.joined(outlines)
+    logp_M = outline.logp_M(row_M, reader.score_M(row_M, token_M))
+    logp_raw_M = logp_M if temperature == 1 else _raw(logits_NV, row_M, token_M)
+    return _Sparse(row_M, token_M, logp_M, logp_raw_M, torch.ones_like(outline.top_N))
 
-    found = _find(logits_NV, temperature, find)
-    return _Sparse(found.row_M, found.token_M, found.logp_M, found.logp_raw_M, torch.ones_like(found.top_N))
+
+def _chances(weight_NP: Tensor, uniform_NV: Tensor) -> Tensor:
+    """-v / weight in the place of the weights; pads never win."""
+    vocab_size = uniform_NV.shape[1]
+    weight_NP[:, vocab_size:] = -torch.inf
+    torch.div(uniform_NV.neg_(), weight_NP[:, :vocab_size], out=weight_NP[:, :vocab_size])
+    return weight_NP
 
 
 # Settings of transformers that change the law in ways that this one has not, and the values at which they do nothing.

@@ -11,7 +11,9 @@ P is V rounded up to whole blocks, B the number of blocks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,81 +38,126 @@ class BadLogitsError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """A chunk of rows at one temperature. The arrays of width P are the reader's: valid until it reads again."""
+class Outline:
+    """What is known of rows at one temperature once they were read."""
 
-    score_NP: Tensor  # logits / temperature, float32; pads are -inf
-    score_max_NB: Tensor
+    score_max_NB: Tensor  # score: logits / temperature, float32
     top_N: Tensor  # the largest score
-    weight_NP: Tensor  # exp(score - top)
-    weight_sum_NB: Tensor
+    weight_sum_NB: Tensor  # weight: exp(score - top)
     total_N: Tensor  # float64, the sum of weights: a fused float32 softmax is off by some 1e-5
 
-    def score_M(self, row_M: Tensor, token_M: Tensor) -> Tensor:
-        return self.score_NP.view(-1).index_select(0, row_M * self.score_NP.shape[1] + token_M)
+    @classmethod
+    def joined(cls, parts: list[Outline]) -> Outline:
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def logp_M(self, row_M: Tensor, score_M: Tensor) -> Tensor:
         """log p of tokens with these scores, before any truncation."""
         return (score_M - self.top_N[row_M]).sub_(self.total_N.log().float()[row_M])
 
+
+class Scores(NamedTuple):
+    """A chunk of rows at one temperature. The arrays of width P are the reader's: valid until it reads again."""
+
+    score_NP: Tensor  # pads are -inf
+    weight_NP: Tensor
+    outline: Outline
+
     def logp_NP(self) -> Tensor:
-        """The same of every token."""
-        return (self.score_NP - self.top_N[:, None]).sub_(self.total_N.log().float()[:, None])
+        """log p of every token."""
+        of = self.outline
+        return (self.score_NP - of.top_N[:, None]).sub_(of.total_N.log().float()[:, None])
 
 
 class Reader:
-    """Reads logits chunk by chunk into the same two arrays: fresh ones would cost more than the sums in them.
+    """Reads logits at a temperature, chunk by chunk into the same two arrays: fresh ones would cost more than the sums.
 
     Raises ValueError for logits that are not [N, V] with at least one row and one token.
     """
 
-    def __init__(self, logits_NV: Tensor) -> None:
+    def __init__(self, logits_NV: Tensor, temperature: float = 1.0) -> None:
         if logits_NV.dim() != 2 or logits_NV.numel() == 0:
             raise ValueError(f"logits must be [N, V] with at least one row and one token, got {tuple(logits_NV.shape)}")
-        self.logits_NV = logits_NV
+        self._logits_NV, self._temperature = logits_NV, temperature
         rows, self.vocab_size = logits_NV.shape
         width = -(-self.vocab_size // BLOCK) * BLOCK
-        size = min(rows, max(1, _CHUNK_ELEMENTS // width) if logits_NV.device.type == "cpu" else rows)
-        self.chunks = [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
-        self._score_NP = torch.full((size, width), -torch.inf, device=logits_NV.device)
+        self._size = min(rows, max(1, _CHUNK_ELEMENTS // width) if logits_NV.device.type == "cpu" else rows)
+        self.chunks = [slice(first, min(first + self._size, rows)) for first in range(0, rows, self._size)]
+        self._score_NP = torch.full((self._size, width), -torch.inf, device=logits_NV.device)
         self._weight_NP = torch.empty_like(self._score_NP)
 
-    def read(self, rows: slice, temperature: float) -> Scores:
+    def read(self, rows: slice | Tensor) -> Scores:
         """Raises BadLogitsError, naming all rows that are no distribution, those of other chunks too."""
-        count = rows.stop - rows.start
+        logits_NV = self._logits_NV[rows]
+        count = len(logits_NV)
         score_NP, weight_NP = self._score_NP[:count], self._weight_NP[:count]
-        score_NP[:, : self.vocab_size].copy_(self.logits_NV[rows])
-        if temperature != 1:
-            score_NP[:, : self.vocab_size].div_(temperature)
+        score_NP[:, : self.vocab_size].copy_(logits_NV)
+        self._cool_(score_NP[:, : self.vocab_size])
         score_max_NB = score_NP.view(count, -1, BLOCK).amax(-1)
         top_N = score_max_NB.amax(-1)
         if not torch.isfinite(top_N).all():
-            raise self._bad_logits(temperature)
+            raise self._bad_logits()
         torch.sub(score_NP, top_N[:, None], out=weight_NP).exp_()
         # float32 is exact enough inside a block; blocks add up in float64.
         weight_sum_NB = weight_NP.view(count, -1, BLOCK).sum(-1)
         total_N = weight_sum_NB.sum(-1, dtype=torch.float64)
-        return Scores(score_NP, score_max_NB, top_N, weight_NP, weight_sum_NB, total_N)
+        return Scores(score_NP, weight_NP, Outline(score_max_NB, top_N, weight_sum_NB, total_N))
 
-    def _bad_logits(self, temperature: float) -> BadLogitsError:
-        top_N = (self.logits_NV.float() / temperature).amax(1)
+    def outline(self) -> Outline:
+        """That of all rows. Raises as `read` does."""
+        return Outline.joined([self.read(rows).outline for rows in self.chunks])
+
+    def score_M(self, row_M: Tensor, token_M: Tensor) -> Tensor:
+        return self._cool_(self._logits_NV[row_M, token_M].float())
+
+    def score_KW(self, row_K: Tensor, block_K: Tensor) -> Tensor:
+        """The scores of blocks, pads -inf."""
+        if self.vocab_size % BLOCK == 0 and self._logits_NV.is_contiguous():
+            at_K = row_K * (self.vocab_size // BLOCK) + block_K
+            return self._cool_(self._logits_NV.view(-1, BLOCK).index_select(0, at_K).float())
+        token_KW = block_K[:, None] * BLOCK + torch.arange(BLOCK, device=block_K.device)
+        score_KW = self.score_M(row_K[:, None], token_KW.clamp(max=self.vocab_size - 1))
+        return score_KW.masked_fill_(token_KW >= self.vocab_size, -torch.inf)
+
+    def held_N(self, row_N: Tensor, weight_N: Tensor) -> Tensor:
+        """The mass of those tokens of some rows that have such a weight or more."""
+        held = []
+        for rows, least_N in zip(row_N.split(self._size), weight_N.split(self._size), strict=True):
+            weight_NP = self.read(rows).weight_NP
+            reached_NP = torch.ge(weight_NP, least_N[:, None], out=torch.empty_like(weight_NP))  # bools are slow
+            held.append(reached_NP.mul_(weight_NP).sum(1))
+        return torch.cat(held)
+
+    def _cool_(self, score: Tensor) -> Tensor:
+        return score if self._temperature == 1 else score.div_(self._temperature)
+
+    def _bad_logits(self) -> BadLogitsError:
+        rows = (~self._cool_(self._logits_NV.float().amax(1)).isfinite()).nonzero().flatten().tolist()
         return BadLogitsError(
-            f"the logits of rows {(~top_N.isfinite()).nonzero().flatten().tolist()} are no distribution at temperature "
-            f"{temperature} (NaN, +inf, or nothing but -inf): look for overflow in the model's forward pass (float16?) "
-            "or a diverged update"
+            f"the logits of rows {rows} are no distribution at temperature {self._temperature} (NaN, +inf, or nothing "
+            "but -inf): look for overflow in the model's forward pass (float16?) or a diverged update"
         )
 
 
-def select(value_NP: Tensor, max_NB: Tensor, bound_N: Tensor) -> tuple[Tensor, Tensor]:
-    """(row_M, token_M) of the values that reach their row's bound; `max_NB` holds the largest value of each block."""
+Found = tuple[Tensor, Tensor, Tensor]
+"""(row_M, token_M, value_M): values of tokens, in flat lists."""
+
+
+def select(values: Callable[[Tensor, Tensor], Tensor], max_NB: Tensor, bound_N: Tensor) -> Found:
+    """The values that reach their row's bound; `max_NB` holds the largest of each block.
+
+    `values(row_K, block_K)` gives those [K, BLOCK] of blocks.
+    """
     blocks = max_NB.shape[1]
-    block_K = (max_NB >= bound_N[:, None]).view(-1).nonzero().squeeze(1)  # counted through all rows
-    row_K = block_K // blocks
-    value_KW = value_NP.view(-1, BLOCK).index_select(0, block_K)
+    at_K = (max_NB >= bound_N[:, None]).view(-1).nonzero().squeeze(1)  # counted through all rows
+    row_K = at_K // blocks
+    block_K = at_K - row_K * blocks
+    value_KW = values(row_K, block_K)
     hit_M = (value_KW >= bound_N[row_K, None]).view(-1).nonzero().squeeze(1)
-    row_M = row_K.index_select(0, hit_M // BLOCK)
-    token_M = block_K.index_select(0, hit_M // BLOCK).sub_(row_M * blocks).mul_(BLOCK).add_(hit_M % BLOCK)
-    return row_M, token_M
+    at_M = hit_M // BLOCK
+    token_M = (block_K.index_select(0, at_M) - at_M).mul_(BLOCK).add_(hit_M)
+    return row_K.index_select(0, at_M), token_M, value_KW.view(-1).index_select(0, hit_M)
 
 
 class Packer:
@@ -129,16 +176,16 @@ class Packer:
         return packed_NC
 
 
-def preselect(scores: Scores, top_k: int, top_p: float, min_p: float, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """(row_M, token_M) of all tokens that top-k, top-p and min-p keep, and of not many more."""
+def preselect(reader: Reader, outline: Outline, top_k: int, top_p: float, min_p: float) -> Found:
+    """The scores of all tokens that top-k, top-p and min-p keep, and of not many more."""
     if top_k:  # not narrowed by the others: top-p needs the mass of all that top-k keeps
-        return select(scores.score_NP, scores.score_max_NB, _top_k_bound(scores.score_max_NB, top_k))
-    bound_N = torch.full_like(scores.top_N, _LOWEST)
+        return select(reader.score_KW, outline.score_max_NB, _top_k_bound(outline.score_max_NB, top_k))
+    bound_N = torch.full_like(outline.top_N, _LOWEST)
     if top_p < 1:
-        bound_N = _top_p_bound(scores, top_p, vocab_size)
+        bound_N = _top_p_bound(reader, outline, top_p)
     if min_p > 0:
-        bound_N = torch.maximum(bound_N, scores.top_N + (math.log(min_p) - _SLACK))
-    return select(scores.score_NP, scores.score_max_NB, bound_N)
+        bound_N = torch.maximum(bound_N, outline.top_N + (math.log(min_p) - _SLACK))
+    return select(reader.score_KW, outline.score_max_NB, bound_N)
 
 
 def _top_k_bound(score_max_NB: Tensor, top_k: int) -> Tensor:
@@ -148,26 +195,25 @@ def _top_k_bound(score_max_NB: Tensor, top_k: int) -> Tensor:
     return score_max_NB.topk(top_k).values[:, -1].clamp_min(_LOWEST)
 
 
-def _top_p_bound(scores: Scores, top_p: float, vocab_size: int) -> Tensor:
+def _top_p_bound(reader: Reader, outline: Outline, top_p: float) -> Tensor:
     """A score that nothing in the top-p set is below."""
     # In units of weight. Tokens below (1 - top_p) / V cannot fill the mass that top-p removes.
-    sure_N = ((1 - top_p) / vocab_size * scores.total_N).float()
-    need_N = (top_p * (1 + _ROUNDING) * scores.total_N).float()
+    sure_N = ((1 - top_p) / reader.vocab_size * outline.total_N).float()
+    need_N = (top_p * (1 + _ROUNDING) * outline.total_N).float()
     # A tighter bound is as sure if tokens that reach it hold top_p: of a block whose maximum does, all but what
     # BLOCK - 1 tokens below the bound can hold.
     bound_NL = sure_N[:, None] * sure_N.new_tensor(_TIGHTER)
-    max_N1B = (scores.score_max_NB - scores.top_N[:, None]).exp_()[:, None]
-    hold_NLB = torch.maximum(max_N1B, scores.weight_sum_NB[:, None] - (BLOCK - 1) * bound_NL[:, :, None])
+    max_N1B = (outline.score_max_NB - outline.top_N[:, None]).exp_()[:, None]
+    hold_NLB = torch.maximum(max_N1B, outline.weight_sum_NB[:, None] - (BLOCK - 1) * bound_NL[:, :, None])
     held_NL = hold_NLB.mul_(max_N1B >= bound_NL[:, :, None]).sum(-1)
     bound_N = torch.where(held_NL >= need_N[:, None], bound_NL, sure_N[:, None]).amax(1)
     # Flat rows fail all of these: for them one exact test pays.
     flat_F = (bound_N < _FLAT * sure_N).nonzero().squeeze(1)
     if len(flat_F):
-        weight_FP, flat_N = scores.weight_NP[flat_F], _FLAT * sure_N
-        reached_FP = torch.empty_like(weight_FP)  # as numbers: comparisons that give bools are slow
-        held_F = torch.ge(weight_FP, flat_N[flat_F, None], out=reached_FP).mul_(weight_FP).sum(1)
-        bound_N[flat_F] = torch.where(held_F >= need_N[flat_F], flat_N[flat_F], bound_N[flat_F])
-    return scores.top_N + bound_N.log() - _SLACK
+        tighter_F = _FLAT * sure_N[flat_F]
+        holds_F = reader.held_N(flat_F, tighter_F) >= need_N[flat_F]
+        bound_N[flat_F] = torch.where(holds_F, tighter_F, bound_N[flat_F])
+    return outline.top_N + bound_N.log() - _SLACK
 
 
 def truncate(

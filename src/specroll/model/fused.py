@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from specroll.model.layer import kind_of, opaque, own_places, own_tensors
+from specroll.model.layer import Parts
 from specroll.model.prove import TOLERANCE
 from specroll.model.trace import ROWS, compiled, traced
 
@@ -68,44 +68,44 @@ class FusedLayers:
 
         Yields whether programs are still to be made, which the first pass of each kind does.
         """
-        layers = list(self._layers())
-        kinds = [kind_of(layer) if _weights(layer) >= SMALLEST else None for layer in layers]
-        if None in kinds or len(set(kinds)) > _MOST_KINDS:
-            layers = []
-        of_layers = list(zip(layers, kinds, strict=False))
-        known = [any(kind == of for of, _ in self._agreed.get(layer, ())) for layer, kind in of_layers]
+        parts = {layer: Parts.of(layer) for layer in self._layers()}
+        kinds = {of.kind for of in parts.values()}
+        if None in kinds or len(kinds) > _MOST_KINDS:
+            parts = {}
+        known = [any(of.kind == kind for kind, _ in self._agreed.get(layer, ())) for layer, of in parts.items()]
         self.count = sum(known)
         try:
-            for layer, kind in of_layers:
-                layer.forward = _FusedLayer(layer, partial(self._runner, layer, kind))
+            for layer, of in parts.items():
+                layer.forward = _FusedLayer(layer, partial(self._runner, layer, of))
             yield not all(known)
         finally:
             self._passes.clear()
-            for layer in layers:
+            for layer in parts:
                 vars(layer).pop("forward", None)
 
     def _layers(self) -> Iterator[Any]:
         model: Any = self._model()
         failed = None in self._programs.values()
         if model is not None and not failed and _allowed(model):
-            yield from (layer for layer in getattr(model.get_decoder(), "layers", ()) if "forward" not in vars(layer))
+            layers = [layer for layer in getattr(model.get_decoder(), "layers", ()) if "forward" not in vars(layer)]
+            yield from (layers if all(_weights(layer) >= SMALLEST for layer in layers) else ())
 
-    def _runner(self, layer: Any, kind: Any, inputs: Inputs, args: Any, kwargs: Any) -> Callable[..., Tensor] | None:
+    def _runner(self, layer: Any, of: Parts, inputs: Inputs, args: Any, kwargs: Any) -> Callable[..., Tensor] | None:
         """What runs the layer as a program for such inputs; None where it must run as it is."""
-        key = kind, inputs.key
+        key = of.kind, inputs.key
         trial = partial(self._trial, inputs), args, kwargs
         if key not in self._programs and None not in self._programs.values():
-            self._programs[key] = _program(layer, *trial)
+            self._programs[key] = _program(layer, of, *trial)
         program = self._programs.get(key)
         if program is None:
             return None
-        run = _bound(layer, program)
+        run = _bound(layer, of, program)
         agreed = self._agreed.setdefault(layer, set())
         if key not in agreed:
             if not _agrees(layer, run, *trial):
                 self._programs[key] = None
                 return None
-            self.count += not any(kind == of for of, _ in agreed)
+            self.count += not any(of.kind == kind for kind, _ in agreed)
             agreed.add(key)
         return run
 
@@ -124,6 +124,9 @@ def _weights(layer: nn.Module) -> int:
     return sum(p.numel() for p in layer.parameters())
 
 
+_PLAIN = (type(None), bool, int, float, str)  # settings that are equal where they do the same
+
+
 class Inputs(NamedTuple):
     """What a layer was called with, sorted."""
 
@@ -139,15 +142,16 @@ class Inputs(NamedTuple):
         settings: list[Any] = list(kwargs)
         rows, known = None, True
         for value in _flat((*args, *kwargs.values())):
-            if isinstance(value, Tensor):
+            if isinstance(value, _PLAIN):
+                settings.append(value)
+            elif isinstance(value, Tensor):
                 tensors.append(value)
-                settings += [value.dtype, value.is_contiguous()]
+                settings += (value.dtype, value.is_contiguous())
             elif hasattr(value, "attend"):
                 rows = value
                 settings.append(hasattr(value, "reads"))
             else:
-                settings.append(value)
-                known = known and isinstance(value, (type(None), bool, int, float, str))
+                known = False
         return cls(tensors, rows if known else None, tuple(settings) if known else ())
 
 
@@ -190,7 +194,7 @@ def _allowed(model: nn.Module) -> bool:
 Trial = Callable[[int], list[Any]]
 
 
-def _program(layer: Any, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program | None:
+def _program(layer: Any, of: Parts, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program | None:
     """The program of layers of this kind, or None, with a warning, where it cannot be had."""
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
@@ -203,7 +207,7 @@ def _program(layer: Any, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, 
     reads = rows.reads(_index(layer), *asked) if asked else ()
     try:
         with torch.inference_mode(False), torch.no_grad():
-            graph = traced(layer, own_places(layer), opaque(layer), args, kwargs, reads)
+            graph = traced(layer, of.own, of.opaque, args, kwargs, reads)
             return Program(*compiled(graph), asked)
     except (BackendCompilerFailed, CppCompileError, InvalidCxxCompiler) as error:
         logger.warning(
@@ -219,11 +223,11 @@ def _index(layer: nn.Module) -> int:
     return next(m.layer_idx for m in layer.modules() if hasattr(m, "layer_idx"))  # type: ignore[return-value]
 
 
-def _bound(layer: nn.Module, program: Program) -> Callable[[list[Tensor], Any], Tensor]:
+def _bound(layer: nn.Module, of: Parts, program: Program) -> Callable[[list[Tensor], Any], Tensor]:
     """`program` with this layer's tensors and linear layers as they are now."""
     run, pieces, asked = program
-    own, index = own_tensors(layer), _index(layer)
-    called = (*pieces, *(linear.forward for linear in opaque(layer)))
+    own, index = of.tensors, _index(layer)
+    called = (*pieces, *(linear.forward for linear in of.opaque))
 
     def forward(tensors: list[Tensor], rows: Any) -> Tensor:
         reads = rows.reads(index, *asked) if asked else ()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +14,53 @@ from specroll.model.packing import Multiplied
 from specroll.model.trace import Place
 
 
-def linears(layer: nn.Module) -> list[Any]:
+class Parts(NamedTuple):
+    """What a program has to know of a layer as it is for the length of a rollout."""
+
+    kind: tuple[Any, ...] | None
+    """All that the layer's forward depends on but the values of tensors; None where it must run as it is."""
+    own: list[Place]
+    """Where the tensors are that a program reads itself: weights, buffers, what adapters add, packs of weights."""
+    opaque: list[Any]
+    """Those linear layers whose products no tracer sees through: programs call them."""
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> Parts:
+        linears = list(_linears(layer))
+        products = [_product(linear) for linear in linears]
+        inside = list(_inside(layer))
+        own = list(_own(layer, inside, {id(p): p for p in products if p is not None}.values()))
+        as_it_is = any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
+        as_it_is = as_it_is or any("forward" in vars(module) for _, module in inside)
+        kind = None
+        if not as_it_is:
+            of_linears = [
+                (type(m), m.in_features, m.out_features, _row_width(m), type(product))
+                for m, product in zip(linears, products, strict=True)
+            ]
+            of_inside = [(name, type(module), *_settings(module)) for name, module in inside]
+            tensors = [of[name] for of, name in own]
+            of_tensors = [
+                (t.shape, t.layout, t.stride() if t.layout == torch.strided else (), t.dtype) for t in tensors
+            ]
+            kind = (*of_linears, *of_inside, *of_tensors)
+        return cls(kind, own, [linear for linear, p in zip(linears, products, strict=True) if p is None])
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [of[name] for of, name in self.own]
+
+
+def _linears(layer: nn.Module) -> Iterator[Any]:
     """The layer's linear layers, and those of plain adapters around them; other adapters as they are."""
-    found: list[Any] = []
     for child in layer.children():
         forward = vars(child).get("forward")
         if isinstance(forward, Adapted):
-            found += [forward.base, forward.down]
+            yield from (forward.base, forward.down)
         elif type(child) is nn.Linear or hasattr(child, "base_layer"):
-            found.append(child)
+            yield child
         else:
-            found += linears(child)
-    return found
-
-
-def opaque(layer: nn.Module) -> list[Any]:
-    """Those linear layers whose products no tracer sees through: programs call them."""
-    return [linear for linear in linears(layer) if _product(linear) is None]
+            yield from _linears(child)
 
 
 def _product(linear: Any) -> Multiplied | nn.Linear | None:
@@ -58,38 +88,18 @@ def _inside(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def own_places(layer: nn.Module) -> list[Place]:
-    """Where the tensors are that a program reads itself: weights, buffers, what adapters add, and packs of weights."""
-    found: list[Place] = []
-    for _, module in _inside(layer):
-        kept = (module._parameters, module._buffers)
-        found += [(of, name) for of in kept for name in of]
-    adapted = (vars(module).get("forward") for module in layer.modules())
-    found += [(vars(forward), "up_RO") for forward in adapted if isinstance(forward, Adapted)]
-    products = {id(product): product for linear in linears(layer) if (product := _product(linear)) is not None}
-    for product in products.values():
-        of = product._parameters if isinstance(product, nn.Linear) else vars(product)
-        found += [(of, name) for name in ("weight", "bias")]
-    return [(of, name) for of, name in found if of[name] is not None]
-
-
-def own_tensors(layer: nn.Module) -> list[Tensor]:
-    return [of[name] for of, name in own_places(layer)]
-
-
-def kind_of(layer: nn.Module) -> tuple[Any, ...] | None:
-    """All that a layer's forward depends on but the values of tensors; None where it must run as it is."""
-    parts: list[Any] = [
-        (type(m), m.in_features, m.out_features, _row_width(m), type(_product(m))) for m in linears(layer)
+def _own(
+    layer: nn.Module, inside: Iterable[tuple[str, nn.Module]], products: Iterable[Multiplied | nn.Linear]
+) -> Iterator[Place]:
+    places: list[Place] = [
+        (of, name) for _, module in inside for of in (module._parameters, module._buffers) for name in of
     ]
-    if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
-        return None
-    for name, module in _inside(layer):
-        if "forward" in vars(module):
-            return None
-        parts.append((name, type(module), *_settings(module)))
-    parts += [(t.shape, t.layout, t.stride() if t.layout == torch.strided else (), t.dtype) for t in own_tensors(layer)]
-    return tuple(parts)
+    adapted = (vars(module).get("forward") for module in layer.modules())
+    places += [(vars(forward), "up_RO") for forward in adapted if isinstance(forward, Adapted)]
+    for product in products:
+        of = product._parameters if isinstance(product, nn.Linear) else vars(product)
+        places += [(of, name) for name in ("weight", "bias")]
+    return ((of, name) for of, name in places if of[name] is not None)
 
 
 def _row_width(linear: Any) -> int:
