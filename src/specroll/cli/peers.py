@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class Options(WorkOptions):
     """Time transformers' generate, our plain loop, our speculative engine and vLLM on the same work, interleaved.
 
     vLLM runs in an environment of its own (docs/commands.md says how to make one). The plain loop is also held against
-    the least time of a pass's products on this machine.
+    the least time of what no pass can do without on this machine.
     """
 
     vllm_python: Path | None = None
@@ -102,11 +103,12 @@ def _start(python: Path, work: Work) -> VllmPeer:
 
 
 def _limit(work: Work, cell: Cell) -> Results:
-    """The products' least time, beside the cell's plain rounds, at the two ends of the machine."""
+    """The least time of what no pass can do without, beside the cell's plain rounds, at the two ends of the machine."""
     from specroll.bench.roofline import roofline
 
     rounds = work.bench.rounds.get("plain")
     if cell.name not in map(str, _LIMIT_AT) or not rounds:
         return {}
-    found = roofline(work.bench.engines["plain"].target, rounds, cell.rows)
+    context = statistics.fmean(map(len, work.prompts)) + cell.tokens / 2
+    found = roofline(work.bench.engines["plain"].target, rounds, cell.rows, context)
     return {} if found is None else {"roofline": found}

@@ -1,4 +1,4 @@
-"""The roofline's products are those of a rollout, once each; its share is of plain rounds."""
+"""The roofline's products are those of a rollout, once each, as keys and values; its share is of plain rounds."""
 
 from __future__ import annotations
 
@@ -54,5 +54,14 @@ def test_the_share_is_of_full_rounds_without_the_prompts(monkeypatch: pytest.Mon
     rounds = [RoundStats(2, seconds={"prefill": 9.0, "verify": v, "draw": 0.25}) for v in (0.5, 0.25, 8.0)]
     rounds += [RoundStats(1, seconds={"verify": 0.001})] * 9
     target = HFTarget(tiny("llama"))
-    assert roofline(target, rounds, 2) == {"products_seconds": 0.375, "round_seconds": 0.75, "share": 0.5}
-    assert roofline(target, rounds, 3) is None
+    read: list[int] = []
+    monkeypatch.setattr(module, "_sum", lambda words: read.append(words.numel()) or 0.1875)
+    limit = {"products_seconds": 0.375, "kv_seconds": 0.1875, "round_seconds": 0.75, "share": 0.75}
+    assert roofline(target, rounds, 2, context=5.5) == limit
+    assert read == [11 * 2 * 2 * 2 * 8] * PASSES  # tokens, layers, keys and values, heads of 8: as float32
+    assert roofline(target, rounds, 3, context=5.5) is None
+
+
+def test_bytes_are_read_as_words() -> None:
+    assert 0 < module.reading_seconds(torch.device("cpu"), 4 << 10) < 1
+    assert module.reading_seconds(torch.device("cpu"), 0) >= 0
