@@ -202,7 +202,7 @@ def go_through(
 
     results |= _earlier(path, results)
     found = results.setdefault(key, {})
-    if found:
+    if found and path is not None:
         print(f"Going on from {path}: {', '.join(found)} were measured before.")
     with Progress() as progress:
         for name, run in cells.items():
