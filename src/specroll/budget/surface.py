@@ -26,7 +26,7 @@ BASE_CONTEXT = 128
 """Tokens behind every root in the measurement over rows. Shorter contexts are taken to cost the same."""
 _FORESIGHT = 8
 _FEW_ROWS, _OFTEN = 8, 3  # where budgets of a few sequences are decided, points are measured more often
-_VERSION = 7  # of the cache file: another one is measured anew
+_VERSION = 8  # of the cache file: another one is measured anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class CurveKey:
 
 @dataclass(frozen=True, slots=True)
 class ContextPrice:
-    """Seconds that one more token of context adds to a pass. Raises ValueError for a price that is no such number.
+    """Seconds that a token of context adds to a pass. Raises ValueError for a price that is no such number.
 
     A sequence's keys and values are read once for all of its rows, and every row is multiplied with them: the first
     price dominates where memory is the limit, and it is the same for a plain and a speculative round.
@@ -60,8 +60,9 @@ class ContextPrice:
 class LatencyCurve:
     """Seconds of one pass over so many packed rows. `rows` ascends strictly, `seconds` never falls.
 
-    The points hold for a context of `BASE_CONTEXT` tokens; `context` is the price of more. Raises ValueError for points
-    that are no such curve.
+    The points hold for rows behind `BASE_CONTEXT` tokens, less what reading the keys and values of their sequences
+    takes: that depends on how many these are, and is `context.per_sequence` for each token behind each. Raises
+    ValueError for points that are no such curve.
     """
 
     rows: tuple[int, ...]
@@ -82,8 +83,20 @@ class LatencyCurve:
 
         Linear between the measured numbers of rows and beyond the last one, and linear in the context.
         """
-        more = max(0.0, context - BASE_CONTEXT)
-        return self._at_base(rows) + more * (self.context.per_sequence * running + self.context.per_row * rows)
+        read = self.context.per_sequence * running * context
+        return self._at_base(rows) + read + self.context.per_row * rows * max(0.0, context - BASE_CONTEXT)
+
+    @classmethod
+    def of_passes(
+        cls, passes: LatencyCurve, context: ContextPrice, sequences: Callable[[int], int], behind: int
+    ) -> LatencyCurve:
+        """From whole `passes`, each of `sequences(rows)` sequences with `behind` tokens behind them."""
+        least = passes.seconds[0] / 2  # so much is not explained by few keys, whatever noise says
+        alone = [
+            max(least, seconds - context.per_sequence * sequences(rows) * behind)
+            for rows, seconds in zip(passes.rows, passes.seconds, strict=True)
+        ]
+        return cls(passes.rows, tuple(_rising(alone)), context)
 
     def _at_base(self, rows: float) -> float:
         at = bisect_left(self.rows, rows)

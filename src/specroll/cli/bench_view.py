@@ -34,7 +34,7 @@ def show_summary(results: dict[str, Any], pairs: Sequence[str]) -> None:
     if memory := results.get("peak_memory_ratio"):
         print(f"Peak memory over the plain loop's, heads not counted: {memory:.2f}")
     for running, share in results.get("roofline_share", {}).items():
-        print(f"Products alone over a plain round at {running} running: {share:.0%}")
+        print(f"Products and one reading of keys and values over a plain round at {running} running: {share:.0%}")
 
 
 def show_checks(checks: Sequence[Check]) -> None:

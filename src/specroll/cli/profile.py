@@ -123,7 +123,7 @@ def _show(
     console = Console()
     console.print(_table(Table, "Milliseconds of a round, by stage", "running sequences", columns))
     console.print(_table(Table, "Milliseconds of a pass with one token per sequence", "running sequences", passes))
-    table = Table(title="Latency surface: milliseconds of a pass and its draws")
+    table = Table(title="Latency surface: milliseconds of a pass and its draws, but for reading keys and values")
     table.add_column("rows", justify="right")
     table.add_column("ms", justify="right")
     table.add_column("of one row", justify="right")
@@ -131,7 +131,9 @@ def _show(
         table.add_row(str(rows), f"{1e3 * seconds:.1f}", f"{seconds / curve.seconds[0]:.2f}")
     console.print(table)
     per_sequence, per_row = 1e6 * curve.context.per_sequence, 1e6 * curve.context.per_row
-    print(f"A further token of context: {per_sequence:.1f} us for each sequence and {per_row:.1f} us for each row.")
+    print(
+        f"A token of context: {per_sequence:.1f} us for each sequence, beyond 128 also {per_row:.1f} us for each row."
+    )
 
 
 def _table(make: Any, title: str, corner: str, columns: dict[str, dict[str, float]]) -> Any:

@@ -57,7 +57,7 @@ def fresh_curve(target: HFTarget, sampling: SamplingParams) -> LatencyCurve:
         price = measure_context(run, far if limit >= 3 * BASE_CONTEXT else [])
     finally:
         target.cache = reserved
-    return replace(curve, context=price)
+    return LatencyCurve.of_passes(curve, price, _sequences, near)
 
 
 def propose_seconds(target: HFTarget, guard: Guard, sampling: SamplingParams) -> Callable[[int], float]:

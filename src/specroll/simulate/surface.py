@@ -6,10 +6,10 @@ Knows prices, not what is bought: no trace, no budget.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from specroll.budget import LatencyCurve
+from specroll.budget import ContextPrice, LatencyCurve
 
 
 class Surface(Protocol):
@@ -42,7 +42,7 @@ class Surface(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSurface:
-    """Measured by `specroll simulate record`, and kept in the trace. Context is that of the measurement.
+    """Measured by `specroll simulate record`, and kept in the trace.
 
     Raises ValueError for prices that are none.
     """
@@ -54,7 +54,7 @@ class MeasuredSurface:
     """(S, seconds) for few and for many sequences; linear between and beyond."""
     prefill_seconds_per_token: float
     correction: float = 1.0
-    """Real plain rounds over what the curve says of them: other contexts, the host's work, the machine's mood."""
+    """Real plain rounds over what the curve says of them: the host's work, the machine's mood."""
 
     def __post_init__(self) -> None:
         if len(self.propose_seconds) != 2 or not self._proposing_is_priced():
@@ -75,11 +75,12 @@ class MeasuredSurface:
 
     @property
     def curve(self) -> LatencyCurve:
-        c = self.measured_curve
-        return LatencyCurve(c.rows, tuple(seconds * self.correction for seconds in c.seconds))
+        c, times = self.measured_curve, self.correction
+        price = ContextPrice(c.context.per_sequence * times, c.context.per_row * times)
+        return LatencyCurve(c.rows, tuple(seconds * times for seconds in c.seconds), price)
 
     def verify(self, running: int, nodes: int, context: int) -> float:
-        return self.correction * self.measured_curve(running + nodes)
+        return self.correction * self.measured_curve(running + nodes, running, context / running)
 
     def propose(self, running: int) -> float:
         (few, first), (many, last) = self.propose_seconds
@@ -98,6 +99,7 @@ class MeasuredSurface:
             "device": self.device,
             "rows": list(self.measured_curve.rows),
             "seconds": list(self.measured_curve.seconds),
+            "context": asdict(self.measured_curve.context),
             "propose_seconds": {str(running): seconds for running, seconds in self.propose_seconds},
             "prefill_seconds_per_token": self.prefill_seconds_per_token,
             "correction": self.correction,
@@ -107,11 +109,13 @@ class MeasuredSurface:
     def from_record(cls, record: Mapping[str, Any]) -> MeasuredSurface:
         """Raises ValueError for a record that lacks something or holds something else."""
         try:
+            context = ContextPrice(**{name: float(price) for name, price in record["context"].items()})
+            rows, seconds = tuple(map(int, record["rows"])), tuple(map(float, record["seconds"]))
             propose = sorted((int(running), float(seconds)) for running, seconds in record["propose_seconds"].items())
             return cls(
                 model=str(record["model"]),
                 device=str(record["device"]),
-                measured_curve=LatencyCurve(tuple(map(int, record["rows"])), tuple(map(float, record["seconds"]))),
+                measured_curve=LatencyCurve(rows, seconds, context),
                 propose_seconds=tuple(propose),
                 prefill_seconds_per_token=float(record["prefill_seconds_per_token"]),
                 correction=float(record["correction"]),

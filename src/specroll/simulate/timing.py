@@ -65,7 +65,7 @@ def time_rollouts(
         tokens_per_second={s: statistics.median(r.tokens / r.seconds for r in rs) for s, rs in rollouts.items()},
         tokens_per_round={s: statistics.median(r.tokens_per_round for r in rs) for s, rs in rollouts.items()},
         prefill_seconds_per_token=statistics.median(_prefill(r) for r in rollouts["plain"]) / prompt_tokens,
-        plain_over_curve=statistics.median(_over(curve, r) for r in rollouts["plain"]),
+        plain_over_curve=statistics.median(_over(curve, r, requests) for r in rollouts["plain"]),
     )
 
 
@@ -73,10 +73,11 @@ def _prefill(rollout: Rollout) -> float:
     return sum(turn.seconds["prefill"] for turn in rollout.rounds)
 
 
-def _over(curve: LatencyCurve, rollout: Rollout) -> float:
-    """Seconds of a plain rollout's rounds over what the curve says of them."""
+def _over(curve: LatencyCurve, rollout: Rollout, requests: Sequence[Request]) -> float:
+    """Seconds of a plain rollout's rounds over what the curve says of them, at the mean context of its responses."""
     real = sum(sum(turn.seconds.values()) for turn in rollout.rounds) - _prefill(rollout)
-    return real / sum(curve(turn.running) for turn in rollout.rounds)
+    context = statistics.fmean(len(r.prompt_ids) for r in requests) + rollout.tokens / len(requests) / 2
+    return real / sum(curve(turn.running, turn.running, context) for turn in rollout.rounds)
 
 
 def measured_surface(engine: Engine, prices: Prices, measured: Sequence[Measurement], device: str) -> MeasuredSurface:

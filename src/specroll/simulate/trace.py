@@ -20,7 +20,7 @@ from typing import Any
 from specroll.files import write_atomic
 from specroll.simulate.surface import MeasuredSurface
 
-FORMAT = 1
+FORMAT = 2
 _DIGITS = 6  # significant ones of a gain: its rank is kept, and no budget could tell
 _AGAIN = "copy it again, or record it anew: specroll simulate record"
 

@@ -48,12 +48,32 @@ def test_interpolates_and_extrapolates() -> None:
 
 def test_the_context_is_priced_by_sequence_and_by_row() -> None:
     priced = replace(CURVE, context=ContextPrice(per_sequence=2e-5, per_row=1e-6))
-    assert priced(3, 2, BASE_CONTEXT + 1000) == pytest.approx(0.012 + 2 * 0.020 + 3 * 0.001)
-    assert priced(2, 1, BASE_CONTEXT + 500) == pytest.approx(0.011 + 0.010 + 0.001)  # between measured rows
-    assert priced(19, 4, BASE_CONTEXT + 100) == pytest.approx(0.044 + 4 * 0.002 + 19 * 0.0001)  # beyond them
-    assert priced(3, 3, 5) == priced(3, 3) == priced(3) == CURVE(3)  # up to the base, as at the base
+    base = BASE_CONTEXT * 2e-5
+    assert priced(3, 2, BASE_CONTEXT + 1000) == pytest.approx(0.012 + 2 * (base + 0.020) + 3 * 0.001)
+    assert priced(2, 1, BASE_CONTEXT + 500) == pytest.approx(0.011 + base + 0.010 + 0.001)  # between measured rows
+    assert priced(19, 4, BASE_CONTEXT + 100) == pytest.approx(0.044 + 4 * (base + 0.002) + 19 * 0.0001)  # beyond them
+    assert priced(3, 3) == pytest.approx(0.012 + 3 * base)
+    assert priced(3, 3, 5) == pytest.approx(0.012 + 3 * 5 * 2e-5)  # rows cost at least what they do at the base
+    assert priced(3) == CURVE(3)  # of no sequences
     assert CURVE(3, 3, 4000) == CURVE(3)
     assert priced.capacity() == CURVE.capacity()
+
+
+def test_a_curve_of_passes_is_told_what_their_sequences_cost() -> None:
+    """Passes of rows / 2 sequences: what they read is taken out, and comes again for as many as there are."""
+    price = ContextPrice(per_sequence=1e-5)
+    passes = LatencyCurve((2, 8, 32), (0.02, 0.03, 0.06))
+    curve = LatencyCurve.of_passes(passes, price, lambda rows: rows // 2, 100)
+    assert curve.seconds == pytest.approx((0.019, 0.026, 0.044)) and curve.context == price
+    assert [curve(rows, rows // 2, 100) for rows in passes.rows] == pytest.approx(passes.seconds)
+    assert curve(32, 32, 100) == pytest.approx(0.076)  # as many rows of more sequences
+
+
+def test_noise_in_the_price_of_context_leaves_a_curve() -> None:
+    steep = LatencyCurve.of_passes(CURVE, ContextPrice(per_sequence=1.0), lambda rows: rows, 100)
+    assert steep.seconds == (0.005,) * 3
+    falling = LatencyCurve.of_passes(CURVE, ContextPrice(per_sequence=2e-5), lambda rows: rows**2, 100)
+    assert list(falling.seconds) == sorted(falling.seconds)
 
 
 def test_more_of_anything_never_costs_less() -> None:
@@ -232,10 +252,10 @@ def test_a_surface_of_another_model_is_not_used(cache: Path) -> None:
         "{",
         "[]",
         '{"key": 1}',
-        '{"version": 7, "key": KEY, "rows": [2, 1], "seconds": [1, 1], "context": PRICE}',
-        '{"version": 7, "key": KEY, "rows": [1, 2], "seconds": [1, 1], "context": {"per_sequence": -1, "per_row": 0}}',
-        '{"version": 7, "key": KEY, "rows": [1, 2], "seconds": [1, 1], "context": {}}',
-        '{"version": 7, "key": KEY, "rows": "ab", "seconds": [1, 1], "context": PRICE}',
+        '{"version": 8, "key": KEY, "rows": [2, 1], "seconds": [1, 1], "context": PRICE}',
+        '{"version": 8, "key": KEY, "rows": [1, 2], "seconds": [1, 1], "context": {"per_sequence": -1, "per_row": 0}}',
+        '{"version": 8, "key": KEY, "rows": [1, 2], "seconds": [1, 1], "context": {}}',
+        '{"version": 8, "key": KEY, "rows": "ab", "seconds": [1, 1], "context": PRICE}',
     ],
 )
 def test_a_damaged_cache_is_measured_again(cache: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -62,7 +62,7 @@ def test_the_documented_keys_are_there(peers: Callable, vllm: Callable, tmp_path
     assert set(results["cells"]["2"]["tokens_per_second"]) == {"hf", "plain", "vllm"}
     assert set(results["roofline_share"]) == {"1"} and 0 < results["roofline_share"]["1"] < 1
     assert results["cells"]["1"]["roofline"]["share"] == results["roofline_share"]["1"]
-    assert "Products alone over a plain round at 1 running" in result.out
+    assert "Products and one reading of keys and values over a plain round at 1 running" in result.out
 
 
 def test_without_vllm_its_keys_are_empty(peers: Callable, vllm: Callable, tmp_path: Path) -> None:  # type: ignore[type-arg]

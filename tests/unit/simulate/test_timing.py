@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specroll.budget import LatencyCurve
+from specroll.budget import ContextPrice, LatencyCurve
 from specroll.check.spoilt import SpoiltReplay
 from specroll.config import BudgetConfig, EngineConfig
 from specroll.engine import Engine, Rollout
@@ -14,7 +14,7 @@ from tiny import VOCAB_SIZE, tiny
 
 SAMPLING = SamplingParams(seed=3)
 REQUESTS = [Request(prompt_ids=(5, 6, 7), sample=i, max_new_tokens=8) for i in range(3)]
-CURVE = LatencyCurve((1, 2), (0.5, 1.0))
+CURVE = LatencyCurve((1, 2), (0.25, 0.5), ContextPrice(per_sequence=0.25 / 3))  # .5 and 1 s behind 3 tokens each
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from specroll.budget import LatencyCurve
+from specroll.budget import ContextPrice, LatencyCurve
 from specroll.simulate import MeasuredSurface, Response, Round, Trace
 from specroll.simulate.trace import Measurement, TraceError, read_surface, read_trace, write_trace
 
 SURFACE = MeasuredSurface(
     model="llama 2x32",
     device="cpu",
-    measured_curve=LatencyCurve((1, 4, 16), (0.01, 0.02, 0.05)),
+    measured_curve=LatencyCurve((1, 4, 16), (0.01, 0.02, 0.05), ContextPrice(per_sequence=1e-5)),
     propose_seconds=((1, 0.001), (8, 0.002)),
     prefill_seconds_per_token=1e-4,
     correction=1.1,
@@ -55,7 +55,7 @@ def test_a_trace_comes_back_as_it_was(file: Path) -> None:
 
 def test_prices_are_linear_between_and_beyond(file: Path) -> None:
     assert SURFACE.propose(1) == 0.001 and SURFACE.propose(15) == pytest.approx(0.003)
-    assert SURFACE.verify(2, 2, 100) == pytest.approx(1.1 * 0.02) == SURFACE.curve(4)
+    assert SURFACE.verify(2, 2, 100) == pytest.approx(1.1 * (0.02 + 100e-5)) == SURFACE.curve(4, 2, 50)
     assert SURFACE.prefill(30) == pytest.approx(3e-3)
 
 
@@ -80,8 +80,8 @@ def _without(*path: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_set("specroll_trace", to=9), "no trace of format 1"),
-        (_without("specroll_trace"), "no trace of format 1"),
+        (_set("specroll_trace", to=9), "no trace of format 2"),
+        (_without("specroll_trace"), "no trace of format 2"),
         (_without("responses"), "it has no 'responses'"),
         (_set("responses", to=[]), "holds no response"),
         (_set("responses", 0, "rounds", 0, to=[[0.5, 0.6], []]), "response 1: gains must be"),
