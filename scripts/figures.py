@@ -136,8 +136,8 @@ def demo() -> str:
     return "\n".join([*lines, "", f"{r['steps']} steps in {r['seconds'] / 60:.0f} minutes. {share}; {gap}."])
 
 
-def budget() -> str:
-    r = _load("budget")
+def _budget_table(name: str) -> str:
+    r = _load(name)
     named = {
         "optimal_over_paper": "optimal / paper's rule",
         "optimal_over_plain": "optimal / plain",
@@ -158,8 +158,8 @@ def budget() -> str:
     return "\n".join([*lines, "", told, "", f"`{r['command']}`, {_machine(r['machine'])}."])
 
 
-def budget_rounds() -> str:
-    r = _load("budget")
+def _budget_rounds(name: str) -> str:
+    r = _load(name)
     named = {"optimal": "optimal", "paper": "paper's rule", "random": "random heads", "hostile": "hostile"}
     lines = [_row("sequences", *(f"{told} / plain" for told in named.values())), _row("--:", *["--:"] * len(named))]
     lines += [_row(name, *(f"{cell['by_rounds'][s]:.3f}" for s in named)) for name, cell in r["cells"].items()]
@@ -379,6 +379,10 @@ def _figure(name: str) -> str:
     try:
         if name.startswith("adapt_"):
             return _adapt_table(name)
+        if name.startswith("budget_rounds"):
+            return _budget_rounds(name.replace("budget_rounds", "budget"))
+        if name.startswith("budget"):
+            return _budget_table(name)
         return _rollout_table(name) if name.startswith(("rollout_", "peers_")) else globals()[name]()
     except FileNotFoundError:
         return "Not measured yet."
