@@ -80,6 +80,16 @@ def test_a_model_of_few_positions_has_no_price_of_context(
     assert curve.context == ContextPrice() and {context for _, _, context in passes} == {92}
 
 
+def test_what_their_sequences_read_is_no_cost_of_rows(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of 1, 8 and 128 rows are of 1, 2 and 32 sequences behind the base context."""
+    passes, price = LatencyCurve((1, 8, 128), (0.1, 0.2, 0.9)), ContextPrice(per_sequence=1e-4)
+    monkeypatch.setattr("specroll.engine.measure.measure", lambda run, rows: passes)
+    monkeypatch.setattr("specroll.engine.measure.measure_context", lambda run, points: price)
+    curve, read = latency_curve(target, LAW), BASE_CONTEXT * 1e-4
+    assert curve.context == price
+    assert curve.seconds == pytest.approx((0.1 - read, 0.2 - 2 * read, 0.9 - 32 * read))
+
+
 def test_an_engine_measures_amid_its_first_speculative_rollout_and_changes_no_token(
     tmp_path: Path,
 ) -> None:
