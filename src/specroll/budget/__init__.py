@@ -4,6 +4,7 @@ from specroll.budget.plan import Planner
 from specroll.budget.rule import BudgetRule, FixedPlanner, PaperPlanner
 from specroll.budget.surface import (
     BASE_CONTEXT,
+    ROWS_PER_SEQUENCE,
     ContextPrice,
     CurveKey,
     LatencyCurve,
@@ -15,6 +16,7 @@ from specroll.budget.surface import (
 
 __all__ = [
     "BASE_CONTEXT",
+    "ROWS_PER_SEQUENCE",
     "BudgetRule",
     "ContextPrice",
     "CurveKey",

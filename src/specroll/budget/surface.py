@@ -26,6 +26,7 @@ BASE_CONTEXT = 128
 """Tokens behind every root in the measurement over rows. Shorter contexts are taken to cost the same."""
 _FORESIGHT = 8
 _FEW_ROWS, _OFTEN = 8, 3  # where budgets of a few sequences are decided, points are measured more often
+ROWS_PER_SEQUENCE = 4  # of passes that are measured
 _VERSION = 8  # of the cache file: another one is measured anew
 
 
@@ -78,7 +79,7 @@ class LatencyCurve:
         if not (ascending and rising and finite):
             raise ValueError(f"a latency curve needs ascending rows and positive times that never fall, got {self}")
 
-    def __call__(self, rows: float, running: int = 0, context: float = BASE_CONTEXT) -> float:
+    def __call__(self, rows: float, running: float = 0, context: float = BASE_CONTEXT) -> float:
         """Seconds of a pass over `rows` rows of `running` sequences with `context` tokens behind each root.
 
         Linear between the measured numbers of rows and beyond the last one, and linear in the context.
@@ -88,7 +89,7 @@ class LatencyCurve:
 
     @classmethod
     def of_passes(
-        cls, passes: LatencyCurve, context: ContextPrice, sequences: Callable[[int], int], behind: int
+        cls, passes: LatencyCurve, context: ContextPrice, sequences: Callable[[int], float], behind: int
     ) -> LatencyCurve:
         """From whole `passes`, each of `sequences(rows)` sequences with `behind` tokens behind them."""
         least = passes.seconds[0] / 2  # so much is not explained by few keys, whatever noise says
@@ -121,13 +122,18 @@ class LatencyCurve:
 
         A row is cheap while it shares the price of reading the weights, that is while seconds *per row* still fall.
         This is the knee: the fewest rows whose cost per row is within `tolerance` of the price of one more row among
-        many. (The other usual reading, rows that together cost at most so much more than one row, forbids rows that are
-        half free and pay.) At most 8 times the measured rows, as no measurement speaks for more. Of the base context.
+        many, with keys and values of a base context for every `ROWS_PER_SEQUENCE` rows. (The other usual reading, rows
+        that together cost at most so much more than one row, forbids rows that are half free and pay.) At most 8 times
+        the measured rows, as no measurement speaks for more.
         """
-        cheapest = min(seconds / rows for rows, seconds in zip(self.rows, self.seconds, strict=True))
-        limit = (1 + tolerance) * min(cheapest, self._last_slope())
+
+        def each(rows: int) -> float:
+            return self(rows, rows / ROWS_PER_SEQUENCE) / rows
+
+        further = self._last_slope() + self.context.per_sequence * BASE_CONTEXT / ROWS_PER_SEQUENCE
+        limit = (1 + tolerance) * min(further, *map(each, self.rows))
         most = _FORESIGHT * self.rows[-1]
-        return next((rows for rows in range(1, most) if self(rows) / rows <= limit), most)
+        return next((rows for rows in range(1, most) if each(rows) <= limit), most)
 
 
 def row_grid(max_rows: int) -> list[int]:

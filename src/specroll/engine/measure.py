@@ -12,7 +12,16 @@ from dataclasses import replace
 
 import torch
 
-from specroll.budget import BASE_CONTEXT, CurveKey, LatencyCurve, load_or_measure, measure, measure_context, row_grid
+from specroll.budget import (
+    BASE_CONTEXT,
+    ROWS_PER_SEQUENCE,
+    CurveKey,
+    LatencyCurve,
+    load_or_measure,
+    measure,
+    measure_context,
+    row_grid,
+)
 from specroll.device import name, wait
 from specroll.guard import Guard
 from specroll.model.cache import SlotCache
@@ -22,7 +31,6 @@ from specroll.tree.grow import chains, grow
 from specroll.types import Features, RunningText, SamplingParams, TargetOutput
 
 _MOST_ROWS = 128
-_ROWS_PER_TREE = 4
 _SLOT_TOKENS = 4256  # memory of the measurement: 32 x (128 + 4 + 1) tokens, 4 x (1024 + 32), or 1 x (4096 + 128)
 _FAR = ((1, 1, 4096), (1, 8, 4096), (4, 4, 1024), (4, 16, 1024))  # running, rows, context
 _PEAKED = 2.0  # made-up text gives flatter laws than real text, and flat ones take longer to draw from
@@ -47,7 +55,7 @@ def latency_curve(target: HFTarget, sampling: SamplingParams) -> LatencyCurve:
 def fresh_curve(target: HFTarget, sampling: SamplingParams) -> LatencyCurve:
     """The same, measured now whatever the cache holds."""
     limit = getattr(target.config, "max_position_embeddings", None) or _SLOT_TOKENS
-    near = min(BASE_CONTEXT, limit - 2 * _ROWS_PER_TREE)  # a model of few positions never has a longer context
+    near = min(BASE_CONTEXT, limit - 2 * ROWS_PER_SEQUENCE)  # a model of few positions never has a longer context
     far = [(running, rows, min(context, limit - rows)) for running, rows, context in _FAR]
     reserved = target.cache
     run = _passes(target, sampling)
@@ -146,5 +154,5 @@ def _passes(target: HFTarget, sampling: SamplingParams) -> Callable[[int, int, i
 
 
 def _sequences(rows: int) -> int:
-    """As many as share the rows evenly, with `_ROWS_PER_TREE` or more each."""
-    return next(n for n in range(max(1, rows // _ROWS_PER_TREE), 0, -1) if rows % n == 0)
+    """As many as share the rows evenly, with `ROWS_PER_SEQUENCE` or more each."""
+    return next(n for n in range(max(1, rows // ROWS_PER_SEQUENCE), 0, -1) if rows % n == 0)

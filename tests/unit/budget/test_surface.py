@@ -56,7 +56,6 @@ def test_the_context_is_priced_by_sequence_and_by_row() -> None:
     assert priced(3, 3, 5) == pytest.approx(0.012 + 3 * 5 * 2e-5)  # rows cost at least what they do at the base
     assert priced(3) == CURVE(3)  # of no sequences
     assert CURVE(3, 3, 4000) == CURVE(3)
-    assert priced.capacity() == CURVE.capacity()
 
 
 def test_a_curve_of_passes_is_told_what_their_sequences_cost() -> None:
@@ -67,6 +66,14 @@ def test_a_curve_of_passes_is_told_what_their_sequences_cost() -> None:
     assert curve.seconds == pytest.approx((0.019, 0.026, 0.044)) and curve.context == price
     assert [curve(rows, rows // 2, 100) for rows in passes.rows] == pytest.approx(passes.seconds)
     assert curve(32, 32, 100) == pytest.approx(0.076)  # as many rows of more sequences
+
+
+def test_the_capacity_is_that_of_whole_passes() -> None:
+    grid = row_grid(128)
+    passes = LatencyCurve(tuple(grid), tuple(0.02 + 0.0004 * n for n in grid))
+    alone = LatencyCurve.of_passes(passes, ContextPrice(per_sequence=5e-6), lambda n: n / 4, BASE_CONTEXT)
+    assert alone.capacity() == pytest.approx(passes.capacity(), abs=1)
+    assert replace(alone, context=ContextPrice()).capacity() > 1.2 * passes.capacity()
 
 
 def test_noise_in_the_price_of_context_leaves_a_curve() -> None:
